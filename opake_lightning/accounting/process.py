@@ -1,0 +1,337 @@
+r"""What a run spends, and the ε that amounts to.
+
+A step of DP-SGD draws every example with probability :math:`q` on its own, sums clipped gradients
+of sensitivity 1 (in units of the clipping norm) and adds :math:`N(0, \sigma^2)`. Under add/remove
+adjacency its worst case is the pair :math:`(1-q)\,N(0,\sigma^2) + q\,N(-1,\sigma^2)` and
+:math:`N(0,\sigma^2)`, taken in both orders. Steps compose by convolving the distributions of the
+privacy loss (PLD), which ``dp_accounting`` does, on a grid of losses of width :math:`h` that
+"connect the dots" (arXiv:2207.04380) keeps on the safe side. What is decided here is :math:`h`:
+
+* The grid adds a variance of up to about :math:`0.16\,h^2` to each step, so that ε of :math:`T`
+  steps comes out too high by a relative :math:`0.08\,T h^2/\mu^2`, where :math:`1/\mu` is the
+  multiplier of the one Gaussian with that ε. Now :math:`\mu^2/T` hardly depends on :math:`T`. It
+  is :math:`q^2 (\exp(\sigma^{-2})-1)` where the central limit holds, and about
+  :math:`q/\sigma^2` where that is smaller. So :math:`h` is a fixed fraction of the root of the
+  smaller one, whatever the number of steps: ε then grows with every step, and one discretised
+  step serves all counts.
+* :math:`h` is a power of two. Such grids are nested, and a coarser one never gives less than a
+  finer one, so a cheap coarse answer is still a bound.
+
+Why the result is never too low: the pair on the grid dominates the true one; what is cut off at the
+tails counts as certain failure; δ is lowered, before it is looked up, by more than the Fourier
+transforms round; and ε is rounded up. Where the grid has nothing to say (δ below 2e-13 times the
+root of the number of steps) the same steps without sampling, which are always worse, give the
+answer.
+
+Steps that take every example (:math:`q=1`) amount to one Gaussian with
+:math:`\sigma^{-2} = \sum_i \sigma_i^{-2}` and need no grid (Balle & Wang 2018, Theorem 8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+import numpy as np
+from dp_accounting import gaussian_mechanism
+from dp_accounting.pld import (
+    pld_pmf,
+    privacy_loss_distribution,
+    privacy_loss_mechanism,
+)
+
+from opake_lightning import _check
+
+__all__ = ["GaussianEvent", "Process"]
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianEvent:
+    """One step: Gaussian noise on a sum of sensitivity 1 over a Poisson sample.
+
+    Args:
+        noise_multiplier: Noise standard deviation over clipping norm, without unit; 0 is no noise.
+        sample_rate: Probability in (0, 1] with which each example takes part; 1 is all of them.
+
+    Raises:
+        ValueError: If ``noise_multiplier`` is negative or not finite, or ``sample_rate`` is not
+            in (0, 1].
+    """
+
+    noise_multiplier: float
+    sample_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        sigma = _check.non_negative("noise_multiplier", self.noise_multiplier)
+        rate = _check.fraction("sample_rate", self.sample_rate, zero=False, one=True)
+        object.__setattr__(self, "noise_multiplier", sigma)
+        object.__setattr__(self, "sample_rate", rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A sequence of steps, run-length encoded: ``p * n`` repeats it, ``p + q`` runs q after p.
+
+    Guarantees:
+        :meth:`epsilon_at` and :meth:`delta_at` are upper bounds under add/remove adjacency and do
+        not depend on the order of the steps. From ε = 1e-4 up, ε is at most 3e-4 (relative) too
+        high. More of the same step never gives less ε.
+
+    Args:
+        segments: Pairs of an event and how often it happens. Zero counts are dropped and equal
+            neighbours joined.
+
+    >>> one_step = Process(((GaussianEvent(noise_multiplier=2.0), 1),))
+    >>> round((one_step * 4).delta_at(1.0), 4)  # as sigma=1: Phi(-0.5) - e Phi(-1.5)
+    0.1269
+    >>> round((one_step * 4).epsilon_at(1e-5), 4)
+    4.3772
+    """
+
+    segments: tuple[tuple[GaussianEvent, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        joined: list[tuple[GaussianEvent, int]] = []
+        for event, count in self.segments:
+            if not _check.at_least("count", count, 0):
+                continue
+            if joined and joined[-1][0] == event:
+                joined[-1] = (event, joined[-1][1] + count)
+            else:
+                joined.append((event, count))
+        object.__setattr__(self, "segments", tuple(joined))
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps there are in all."""
+        return sum(count for _, count in self.segments)
+
+    def __mul__(self, n: int) -> Process:
+        """Run this process ``n`` times (``n >= 0``)."""
+        _check.at_least("the number of repetitions", n, 0)
+        if len(self.segments) == 1:
+            ((event, count),) = self.segments
+            return Process(((event, count * n),))
+        return Process(self.segments * n)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Process) -> Process:
+        """Run ``other`` after this process, on the same data."""
+        return Process(self.segments + other.segments)
+
+    def epsilon_at(self, delta: float) -> float:
+        """Return an upper bound on ε at ``delta``.
+
+        Args:
+            delta: In (0, 1).
+
+        Returns:
+            ε, rounded up; 0.0 for a process of no steps and ``inf`` if a step has no noise.
+
+        Raises:
+            ValueError: If ``delta`` is not in (0, 1).
+        """
+        delta = _check.fraction("delta", delta, zero=False, one=False)
+        return _epsilon(_totals(self), delta, 1)
+
+    def delta_at(self, epsilon: float) -> float:
+        """Return an upper bound on δ at ``epsilon``, at most 1.
+
+        Raises:
+            ValueError: If ``epsilon`` is negative or not finite.
+        """
+        epsilon = _check.non_negative("epsilon", epsilon)
+        totals = _totals(self)
+        if (sigma := _unsampled_sigma(totals)) in (0.0, math.inf):
+            return 0.0 if sigma else 1.0
+        bound = _gaussian_delta(sigma, epsilon)
+        if all(event.sample_rate == 1 for event, _ in totals):
+            return bound
+        sampled = float(_composed(totals, 1).get_delta_for_epsilon(epsilon))
+        return min(bound, sampled * (1 + _RELATIVE_SLACK) + _fourier_noise(totals))
+
+
+def coarse_epsilon(process: Process, delta: float) -> float:
+    """Return a bound at or above ``process.epsilon_at(delta)``, ten times cheaper.
+
+    Guarantees:
+        At or above ``epsilon_at`` also of a process whose counts are up to 5 % smaller. Less than
+        1 % above its own for a noise multiplier of 0.5 and more, less than 5 % otherwise.
+    """
+    return _epsilon(_totals(process), delta, _COARSE)
+
+
+# ------------------------------------------------------------------------------------------
+# From here on: numbers of steps by event, sorted, so that order of spending changes nothing.
+
+_Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+_Totals = tuple[tuple[GaussianEvent, int], ...]
+
+# Grid width over mu per step: an error of 0.08 * 0.02**2 = 3e-5.
+_FINENESS = 0.02
+# Must be 2 or more: counts that differ by a few per cent may move the width by one power of two.
+_COARSE = 16
+_WIDEST = 2.0**-3
+_MAX_POINTS = 2**20
+# Rounding summed over the grid, whose size goes with the square root of the number of steps.
+_FOURIER_NOISE = 2e-13
+_NEGLIGIBLE = 1e-22
+_RELATIVE_SLACK = 1e-9
+
+
+def _totals(process: Process) -> _Totals:
+    counts: Counter[GaussianEvent] = Counter()
+    for event, count in process.segments:
+        counts[event] += count
+    return tuple(
+        sorted(counts.items(), key=lambda item: (item[0].noise_multiplier, item[0].sample_rate))
+    )
+
+
+def _unsampled_sigma(totals: _Totals) -> float:
+    """Return the multiplier of the one Gaussian that all steps without sampling amount to."""
+    if any(event.noise_multiplier == 0 for event, _ in totals):
+        return 0.0
+    precision = math.fsum(count / event.noise_multiplier**2 for event, count in totals)
+    return precision**-0.5 if precision else math.inf
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(totals: _Totals, delta: float, coarser: int) -> float:
+    if (sigma := _unsampled_sigma(totals)) in (0.0, math.inf):
+        return 0.0 if sigma else math.inf
+    bound = _gaussian_epsilon(sigma, delta)
+    certain = delta * (1 - _RELATIVE_SLACK) - _fourier_noise(totals)
+    if certain <= 0 or all(event.sample_rate == 1 for event, _ in totals):
+        return bound
+    sampled = float(_composed(totals, coarser).get_epsilon_for_delta(certain))
+    return min(bound, sampled * (1 + _RELATIVE_SLACK))
+
+
+def _fourier_noise(totals: _Totals) -> float:
+    return _FOURIER_NOISE * math.sqrt(sum(count for _, count in totals))
+
+
+def _composed(totals: _Totals, coarser: int) -> _Pld:
+    width = _grid_width(totals) * coarser
+    whole: _Pld | None = None
+    for event, count in totals:
+        part = _one_step(event, width).self_compose(count)
+        whole = part if whole is None else whole.compose(part)
+    assert whole is not None
+    return whole
+
+
+def _grid_width(totals: _Totals) -> float:
+    """Return the power of two at or below ``_FINENESS`` of the steps' root mean square mu."""
+    steps = sum(count for _, count in totals)
+    power = math.fsum(count * _mu_per_step(event) ** 2 for event, count in totals)
+    ideal = _FINENESS * math.sqrt(power / steps)
+    needed = max(_largest_loss(event) for event, _ in totals) / _MAX_POINTS
+    return 2.0 ** math.floor(math.log2(min(max(ideal, needed), _WIDEST)))
+
+
+def _mu_per_step(event: GaussianEvent) -> float:
+    sigma, rate = event.noise_multiplier, event.sample_rate
+    # The exponential is beside the point, and overflows, long before its exponent reaches 100.
+    central_limit = rate * math.sqrt(math.expm1(min(sigma**-2, 100.0)))
+    return min(central_limit, math.sqrt(rate) / sigma)
+
+
+def _largest_loss(event: GaussianEvent) -> float:
+    """Return about the loss of an outcome ten standard deviations out, where the grid ends."""
+    sigma, rate = event.noise_multiplier, event.sample_rate
+    unsampled = (0.5 + 10 * sigma) / sigma**2
+    return math.log1p(rate * math.expm1(unsampled)) if unsampled < 700 else unsampled
+
+
+# ------------------------------------------------------------------------------------------
+# The border to dp_accounting, which has no type stubs.
+
+
+class _Pld(Protocol):
+    def self_compose(self, num_times: int) -> _Pld: ...
+    def compose(self, privacy_loss_distribution: _Pld) -> _Pld: ...
+    def get_epsilon_for_delta(self, delta: float) -> float: ...
+    def get_delta_for_epsilon(self, epsilon: float) -> float: ...
+
+
+def _gaussian_epsilon(sigma: float, delta: float) -> float:
+    tolerance = 1e-12
+    epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
+    return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance if epsilon else 0.0
+
+
+def _gaussian_delta(sigma: float, epsilon: float) -> float:
+    loss: Any = privacy_loss_mechanism.GaussianPrivacyLoss(sigma)
+    return min(1.0, float(loss.get_delta_for_epsilon(epsilon)) * (1 + _RELATIVE_SLACK) + 1e-15)
+
+
+@lru_cache(maxsize=8)
+def _one_step(event: GaussianEvent, width: float) -> _Pld:
+    r"""Put the losses of one step on a grid, as the library's ``from_gaussian_mechanism`` does.
+
+    Between grid points :math:`e` and :math:`e + h` lie the outcomes at which
+    :math:`N(-1, \sigma^2)` is between :math:`w_e = (\exp(e) - 1 + q)/q` and :math:`w_{e+h}` times
+    as likely as :math:`N(0, \sigma^2)`. If the two have masses :math:`m_1` and :math:`m_0` there,
+    "connect the dots" moves :math:`q\,(m_1 - w_e m_0) / (1 - \exp(-h))` to the upper point and the
+    rest to the lower one, which keeps both masses. Adding an example is the same pair in the other
+    order, so it is read off.
+
+    Departs from it: the library takes second differences of δ, point by point in Python. They err
+    by 1e-16/h, are cut at zero, and what stays adds up: to ε = 0.54 instead of 0.037 for a million
+    steps at q = 1e-5, σ = 1.
+    """
+    rate, variance = event.sample_rate, event.noise_multiplier**2
+    loss: Any = privacy_loss_mechanism.GaussianPrivacyLoss(
+        event.noise_multiplier, sampling_prob=rate
+    )
+    ends = loss.connect_dots_bounds()
+    first, last = math.floor(ends.epsilon_lower / width), math.ceil(ends.epsilon_upper / width)
+    losses = np.arange(first, last + 1) * width
+    log_ratios = _log_ratios(losses, rate)
+    edges = np.concatenate(([math.inf], -0.5 - variance * log_ratios, [-math.inf]))
+    m0, m1 = _masses_between(edges, loss), _masses_between(edges + 1, loss)
+    present = (1 - rate) * m0 + rate * m1
+    up = _moved_up(losses[:-1], log_ratios[:-1], rate, m0[1:-1], m1[1:-1]) / -math.expm1(-width)
+    up = np.clip(up, 0, present[1:-1])
+    points = np.append(present[1:-1] - up, 0.0) + np.insert(up, 0, 0.0)
+    absent = points * np.exp(-losses)
+    # Beyond the ends: certain failure above, the lowest point of the grid below.
+    points[0] += present[0]
+    absent[-1] += m0[-1]
+    # Losses of adding that are too low to matter, 1e-300 among them, go up to the lowest that does.
+    kept = int(np.searchsorted(-np.cumsum(absent[::-1])[::-1], -_NEGLIGIBLE, side="right"))
+    absent[kept - 1] += absent[kept:].sum()
+    absent = absent[:kept]
+    remove = pld_pmf.DensePLDPmf(width, first, points, float(present[-1]), True)
+    add = pld_pmf.DensePLDPmf(width, 1 - first - kept, absent[::-1].copy(), float(m0[0]), True)
+    return cast("_Pld", privacy_loss_distribution.PrivacyLossDistribution(remove, add))
+
+
+def _log_ratios(losses: _Array, rate: float) -> _Array:
+    """Return log(1 + (exp(loss) - 1) / rate): minus infinity for a loss that no outcome has."""
+    if rate == 1:
+        return losses
+    # Two forms of one number: the first does not overflow, the second does not cancel.
+    high = losses + np.log1p((rate - 1) * np.exp(-np.maximum(losses, 1))) - math.log(rate)
+    with np.errstate(divide="ignore"):
+        low = np.log1p(np.maximum(np.expm1(np.minimum(losses, 1)) / rate, -1))
+    return np.where(losses > 1, high, low)
+
+
+def _masses_between(edges: _Array, loss: Any) -> _Array:
+    """Return the noise's mass between falling ``edges``, from the side where it does not cancel."""
+    below, above = loss.noise_cdf(edges), loss.noise_cdf(-edges)
+    return np.where(edges[1:] > 0, np.diff(above), -np.diff(below))
+
+
+def _moved_up(losses: _Array, log_ratios: _Array, rate: float, m0: _Array, m1: _Array) -> _Array:
+    low = rate * m1 - (np.expm1(np.minimum(losses, 1)) + rate) * m0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        high = -rate * m1 * np.expm1(np.minimum(log_ratios + np.log(m0) - np.log(m1), 0))
+    return np.where(losses > 1, np.nan_to_num(high), low)

@@ -1,0 +1,88 @@
+"""Sums over ranks, and checks that ranks agree.
+
+Every function is the identity in a process that is not part of a group, so the same code runs on
+one device and on many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from opake_lightning._tree import layout_of, pack, unpack
+from opake_lightning.errors import PrivacyError
+from opake_lightning.types import ClippedPytree, NoisedPytree
+
+__all__ = ["require_equal", "sum_gradients", "world_size"]
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks; 1 outside a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(group)
+    return 1
+
+
+def sum_gradients(
+    grads: Any, *, group: dist.ProcessGroup | None = None, inplace: bool = False
+) -> Any:
+    """Sum of clipped gradients over all ranks; equal on every rank.
+
+    One collective per dtype and device, over packed leaves. Each example lives on one rank, so the
+    sensitivity of the sum is that of a part. Call it before noise is added: noise of a common key
+    would be summed with the gradients.
+
+    Args:
+        grads: A :class:`~opake_lightning.types.ClippedPytree`, or a raw pytree of tensors for a
+            run that is meant to be non-private.
+        group: Process group; None is the default one.
+        inplace: Reduce in the memory of ``grads``.
+
+    Returns:
+        The same kind of object as ``grads``.
+
+    Raises:
+        PrivacyError: If given a ``NoisedPytree``.
+    """
+    if isinstance(grads, NoisedPytree):
+        raise PrivacyError(
+            "sum_gradients got a NoisedPytree: summing it would add every rank's copy of the same "
+            "noise; sum the ClippedPytree over ranks first, then add noise"
+        )
+    if isinstance(grads, ClippedPytree):
+        summed = sum_gradients(grads.pytree, group=group, inplace=inplace)
+        return ClippedPytree(summed, grads.sensitivity)
+    if world_size(group) == 1:
+        return grads
+    layout = layout_of(grads)
+    flats = pack(grads, layout)
+    for index, flat in enumerate(flats):
+        flats[index] = flat if inplace else flat.clone()
+        dist.all_reduce(flats[index], group=group)
+    return unpack(flats, layout)
+
+
+def require_equal(values: Mapping[str, object], *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank, naming what differs, unless ``values`` are equal on all ranks.
+
+    Args:
+        values: Named plain values, such as a plan's fields.
+        group: Process group; None is the default one.
+
+    Raises:
+        PrivacyError: If any value differs between ranks.
+    """
+    if world_size(group) == 1:
+        return
+    gathered: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(gathered, dict(values), group=group)
+    # Names of all ranks: a rank that lacks one must raise too, or it would wait for the others.
+    for name in dict.fromkeys(name for other in gathered for name in other):
+        seen = [other.get(name, "<missing>") for other in gathered]
+        if any(value != seen[0] for value in seen):
+            raise PrivacyError(
+                f"ranks disagree on {name}: {seen}; every rank must build the same model, plan and "
+                "dataset"
+            )

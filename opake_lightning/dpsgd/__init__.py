@@ -1,0 +1,1 @@
+"""DP-SGD: clipping, independent Gaussian noise, Poisson sampling and their accounting."""

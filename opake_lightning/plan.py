@@ -1,0 +1,243 @@
+"""Plans: what a run promises, in one object that makes its parts agree.
+
+A plan is what a user writes down. Together with what only the data and the trainer know (the size
+of the dataset, the batch size, the number of steps) it becomes a :class:`Mechanism`, from which
+sampler, clipping, noise and accounting all take the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opake_lightning import _check
+from opake_lightning.accounting import GaussianEvent, Ledger, calibrate
+from opake_lightning.dpsgd import accounting as dpsgd_accounting
+from opake_lightning.dpsgd.clipping import clipped_grad
+from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
+from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
+from opake_lightning.errors import PrivacyError
+from opake_lightning.optimizers import GradientTransformation
+from opake_lightning.random import RngKey, fold_in
+from opake_lightning.step import Step, mean_grad, no_noise
+
+__all__ = ["DPSGD", "Mechanism", "NonPrivate", "Plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPSGD:
+    """DP-SGD: Poisson sampling, per-example clipping, independent Gaussian noise.
+
+    Give either ``noise_multiplier`` (and read ε off the run) or ``target_epsilon`` (and the noise
+    is calibrated to the planned number of steps).
+
+    Args:
+        clipping_norm: L2 bound C on each example's gradient, in units of the gradient.
+        noise_multiplier: σ, noise standard deviation over C; 0 clips without protecting (ε = ∞).
+        target_epsilon: ε that the whole planned run may spend, including what the module has
+            spent before.
+        target_delta: δ, in (0, 1), that ε is stated at. Should be well below 1 / dataset size.
+        microbatch_size: Examples differentiated at once; bounds memory, does not change results.
+        engine: How per-example gradients are clipped; ``"auto"`` takes the fastest that is right.
+        key: Key of the run. None draws 128 bits from the operating system; ``random.key(7)``
+            reproduces a run, and protects nobody from someone who knows the 7.
+        on_changed_plan: What resuming a checkpoint of another plan does: ``"refuse"``, or
+            ``"fork"``, which goes on with a new key, so that no noise is used for two gradients.
+
+    Raises:
+        PrivacyError: If not exactly one of ``noise_multiplier`` and ``target_epsilon`` is given,
+            or ``clipping_norm`` is not finite.
+        ValueError: If a number is out of range.
+
+    >>> DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5).target_epsilon
+    3.0
+    """
+
+    clipping_norm: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_delta: float = 1e-5
+    microbatch_size: int | None = None
+    engine: Literal["auto", "vmap"] = "auto"
+    key: RngKey | None = None
+    on_changed_plan: Literal["refuse", "fork"] = "refuse"
+
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        if self.clipping_norm == float("inf"):
+            raise PrivacyError(
+                "clipping_norm=inf bounds nothing, so no noise would be enough; give a finite "
+                "bound, or use NonPrivate() for a run without privacy"
+            )
+        _check.positive("clipping_norm", self.clipping_norm)
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise PrivacyError(
+                "give exactly one of noise_multiplier (and read ε off the run) and target_epsilon "
+                f"(and σ is calibrated); got noise_multiplier={self.noise_multiplier!r}, "
+                f"target_epsilon={self.target_epsilon!r}"
+            )
+        if self.noise_multiplier is not None:
+            _check.non_negative("noise_multiplier", self.noise_multiplier)
+        if self.target_epsilon is not None:
+            _check.positive("target_epsilon", self.target_epsilon)
+        _check.fraction("target_delta", self.target_delta, zero=False, one=False)
+        if self.microbatch_size is not None:
+            _check.positive_int("microbatch_size", self.microbatch_size)
+        for name, options in (("engine", ("auto", "vmap")), ("on_changed_plan", ("refuse", "fork"))):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
+        if self.key is not None and not isinstance(self.key, RngKey):
+            raise TypeError(f"key must be None or an RngKey (random.key(7)), got {self.key!r}")
+
+    def resolve(
+        self, *, n_examples: int, batch_size: int, planned_steps: int | None, spent: Ledger
+    ) -> Mechanism:
+        """Fix everything that the plan leaves open.
+
+        Args:
+            n_examples: Size n of the dataset.
+            batch_size: Expected batch size; the sample rate is ``batch_size / n_examples``.
+            planned_steps: Steps that are still to come; None if the run has no planned end.
+            spent: What has been spent before; counts towards ``target_epsilon``.
+
+        Raises:
+            PrivacyError: If the batch is larger than the dataset, or there is a target but no
+                planned end, or the target is already spent.
+        """
+        _check.positive_int("n_examples", n_examples, why="the training dataset is empty")
+        _check.positive_int("batch_size", batch_size)
+        if batch_size > n_examples:
+            raise PrivacyError(
+                f"batch_size={batch_size} is larger than the dataset ({n_examples} examples); use "
+                f"batch_size={n_examples} to draw every example at every step"
+            )
+        rate = batch_size / n_examples
+        if self.noise_multiplier is not None:
+            return Mechanism(self, self.noise_multiplier, n_examples, batch_size, None)
+        if not planned_steps:
+            raise PrivacyError(
+                f"target_epsilon={self.target_epsilon} needs a planned number of steps to calibrate"
+                " the noise to, but this run is open-ended; set Trainer(max_epochs=...) or "
+                "max_steps, or give noise_multiplier and stop the run with PrivacyBudget"
+            )
+
+        def process(sigma: float) -> Any:
+            one = dpsgd_accounting.poisson(dpsgd_accounting.gaussian(sigma), sample_rate=rate)
+            return spent.process + one * planned_steps
+
+        assert self.target_epsilon is not None
+        sigma = calibrate(
+            process, target_epsilon=self.target_epsilon, target_delta=self.target_delta
+        )
+        return Mechanism(self, sigma, n_examples, batch_size, planned_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """A plan with nothing left open; sampler, noise and accountant read the same fields.
+
+    Attributes:
+        plan: The plan.
+        noise_multiplier: σ.
+        n_examples: Size of the dataset.
+        batch_size: Expected batch size, the public divisor.
+        planned_steps: Steps that σ was calibrated for; None if σ was given.
+    """
+
+    plan: DPSGD
+    noise_multiplier: float
+    n_examples: int
+    batch_size: int
+    planned_steps: int | None
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability that a step draws a given example."""
+        return self.batch_size / self.n_examples
+
+    @property
+    def event(self) -> GaussianEvent:
+        """What one step costs, as the ledger records it."""
+        return GaussianEvent(self.noise_multiplier, self.sample_rate)
+
+    def fingerprint(self) -> dict[str, str | int | float | None]:
+        """What must be equal for a run to go on with the same streams; holds no secret."""
+        key = self.plan.key
+        return {
+            "plan": "DPSGD",
+            "clipping_norm": self.plan.clipping_norm,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "target_epsilon": self.plan.target_epsilon,
+            "target_delta": self.plan.target_delta,
+            "n_examples": self.n_examples,
+            "batch_size": self.batch_size,
+            "planned_steps": self.planned_steps,
+            "key": None if key is None else fold_in(key, "fingerprint").hex(),
+        }
+
+    def with_noise_multiplier(self, sigma: float) -> Mechanism:
+        """The same mechanism with the σ that a checkpoint was calibrated to."""
+        return replace(self, noise_multiplier=sigma)
+
+    def draw(
+        self, key: RngKey, step: int, *, rank: int = 0, world_size: int = 1
+    ) -> NDArray[np.int64]:
+        """One rank's share of the examples drawn at ``step``."""
+        drawn = poisson_indices(
+            key, step, n_examples=self.n_examples, sample_rate=self.sample_rate
+        )
+        return rank_share(drawn, rank=rank, world_size=world_size)
+
+    def step(
+        self, loss_fn: Callable[..., Any], optimizer: GradientTransformation, key: RngKey
+    ) -> Step:
+        """The step function for ``loss_fn(params, batch) -> (losses, aux)``."""
+        grad_fn, clip_state = clipped_grad(
+            loss_fn,
+            clipping_norm=self.plan.clipping_norm,
+            has_aux=True,
+            expected_batch_size=self.batch_size,
+            microbatch_size=self.plan.microbatch_size,
+        )
+        noise_fn, noise_state = gaussian_noise(noise_multiplier=self.noise_multiplier, key=key)
+        return Step(grad_fn, noise_fn, optimizer, clip_state, noise_state)
+
+
+@dataclass(frozen=True, slots=True)
+class NonPrivate:
+    """No clipping, no noise, no sampling: ordinary training, reported as ε = ∞.
+
+    The user's loader is left as it is and the gradient is the mean over the batch at hand, so a
+    run equals the same module trained by Lightning with the matching torch optimizer.
+    """
+
+    target_delta: ClassVar[float] = 1e-5
+    private: ClassVar[bool] = False
+    key: ClassVar[None] = None
+    on_changed_plan: ClassVar[str] = "refuse"
+    noise_multiplier: ClassVar[float] = 0.0
+
+    @property
+    def event(self) -> GaussianEvent:
+        """A step without noise."""
+        return GaussianEvent(0.0, 1.0)
+
+    def fingerprint(self) -> dict[str, str | int | float | None]:
+        """What must be equal for a run to go on."""
+        return {"plan": "NonPrivate"}
+
+    def step(
+        self, loss_fn: Callable[..., Any], optimizer: GradientTransformation, key: RngKey
+    ) -> Step:
+        """The step function for ``loss_fn(params, batch) -> (losses, aux)``."""
+        state = NoiseState(key)
+        return Step(mean_grad(loss_fn), no_noise, optimizer, None, state, seed_forward=False)
+
+
+Plan = DPSGD | NonPrivate

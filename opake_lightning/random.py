@@ -1,0 +1,213 @@
+"""Explicit randomness: a key is 128 secret bits, and every use of it is named.
+
+There is no global state and no default seed. A stream is derived from (key, purpose, step) by a
+cryptographic hash, so that two different derivations never give related streams, and the same
+derivation gives the same stream in any process, in any order, after any number of restarts.
+
+What the streams feed is not cryptographic: on the CPU the Mersenne Twister behind
+:meth:`torch.Tensor.normal_` (its whole state filled from the key; ``manual_seed`` would keep only
+32 bits of it), on CUDA Philox. An observer of released noise who could solve for the generator's
+state is outside what this module defends against.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random as _python_random
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opake_lightning import _check
+
+__all__ = ["RngKey", "add_normal_", "fold_in", "fresh_key", "generator", "key", "seeded", "split"]
+
+_BITS = 128
+# One generator fills one block, so the values do not depend on the number of threads, and a
+# block's scratch stays in cache. On CUDA a block is one kernel launch, so blocks are larger.
+_BLOCK = {"cpu": 1 << 17}
+_BLOCK_ELSEWHERE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RngKey:
+    """128 secret bits. Whoever knows them can subtract the noise, so they are never printed.
+
+    Attributes:
+        bits: The key as an integer in [0, 2**128).
+    """
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        _check.at_least("bits", self.bits, 0)
+        if self.bits >> _BITS:
+            raise ValueError("a key has 128 bits")
+
+    def __repr__(self) -> str:
+        """Hide the bits: a repr ends up in logs and hyperparameter files."""
+        return "RngKey(<secret>)"
+
+    def hex(self) -> str:
+        """The key as 32 hexadecimal digits, for a checkpoint."""
+        return f"{self.bits:032x}"
+
+    @classmethod
+    def from_hex(cls, digits: str) -> RngKey:
+        """The key that :meth:`hex` wrote."""
+        return cls(int(digits, 16))
+
+
+def key(seed: int) -> RngKey:
+    """A reproducible key. For runs that protect real people, use :func:`fresh_key`.
+
+    Args:
+        seed: Any integer >= 0. Whoever can guess it can recompute the noise.
+
+    >>> key(7) == key(7), key(7) == key(8)
+    (True, False)
+    """
+    seed = _check.at_least("seed", seed, 0)
+    return RngKey(_digest(b"key", b"", seed))
+
+
+def fresh_key() -> RngKey:
+    """A key from 128 bits of operating-system entropy."""
+    return RngKey(secrets.randbits(_BITS))
+
+
+def fold_in(rng: RngKey, data: int | str) -> RngKey:
+    """The key derived from ``rng`` for one purpose (a word) or one step (a number).
+
+    >>> fold_in(key(7), "noise") == fold_in(key(7), "noise")
+    True
+    >>> fold_in(key(7), 1) == fold_in(key(7), "1")
+    False
+    """
+    _require_key(rng)
+    if not isinstance(data, str):
+        data = _check.at_least("data", data, 0)
+    return RngKey(_digest(b"fold_in", rng.bits.to_bytes(_BITS // 8, "big"), data))
+
+
+def split(rng: RngKey, n: int = 2) -> tuple[RngKey, ...]:
+    """``n`` keys that are unrelated to each other and to ``rng``.
+
+    >>> len(set(split(key(7), 3)) | {key(7)})
+    4
+    """
+    child = fold_in(rng, "split")
+    return tuple(fold_in(child, index) for index in range(_check.at_least("n", n, 1)))
+
+
+def generator(rng: RngKey, device: torch.device | str = "cpu") -> torch.Generator:
+    """A torch generator on ``device`` that starts from all of ``rng``."""
+    _require_key(rng)
+    device = torch.device(device)
+    out = torch.Generator(device=device)
+    raw = rng.bits.to_bytes(_BITS // 8, "big")
+    if device.type == "cpu":
+        out.set_state(_mersenne_state(raw))
+    else:
+        # A counter-based generator: 64 bits of key go to the seed; the start of the counter takes
+        # the rest, kept a multiple of four and far from overflow.
+        out.manual_seed(int.from_bytes(raw[:8], "big", signed=True))
+        if device.type == "cuda":
+            out.set_offset((int.from_bytes(raw[8:], "big") >> 4) & ~3)
+    return out
+
+
+def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
+    """Add independent N(0, stddev²) to every element of the flat tensor ``out``, in place.
+
+    The values depend on ``rng``, the size, the dtype and the device type; not on the number of
+    threads. Element i of two tensors of different size need not get the same value.
+
+    Args:
+        rng: Key of this one draw; never use a key for two draws.
+        out: One-dimensional float32 or float64 tensor.
+        stddev: Standard deviation, in the units of ``out``; 0 leaves ``out`` as it is.
+
+    Returns:
+        ``out``.
+    """
+    stddev = _check.non_negative("stddev", stddev)
+    if out.dim() != 1 or out.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}")
+    if stddev == 0:
+        return out
+    blocks = out.split(_BLOCK.get(out.device.type, _BLOCK_ELSEWHERE))
+
+    def fill(index: int) -> None:
+        draw = torch.empty_like(blocks[index]).normal_(
+            generator=generator(fold_in(rng, index), out.device)
+        )
+        blocks[index].add_(draw, alpha=stddev)
+
+    threads = min(torch.get_num_threads(), len(blocks)) if out.device.type == "cpu" else 1
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(len(blocks))))
+    else:
+        for index in range(len(blocks)):
+            fill(index)
+    return out
+
+
+@contextmanager
+def seeded(rng: RngKey, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Run a block with Python's, NumPy's and torch's global generators started from ``rng``.
+
+    Code that is not ours (dropout, a dataset's augmentations) draws from global generators; inside
+    this block what it draws is a function of ``rng``. All are put back afterwards.
+    """
+    device = torch.device(device)
+    raw = fold_in(rng, "global").bits
+    kept = _python_random.getstate(), np.random.get_state()  # noqa: NPY002 - what others draw from
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=True):
+        torch.default_generator.set_state(_mersenne_state(raw.to_bytes(_BITS // 8, "big")))
+        if device.type == "cuda":
+            torch.cuda.manual_seed(raw & ((1 << 63) - 1))
+        _python_random.seed(raw)
+        np.random.seed(np.frombuffer(raw.to_bytes(16, "big"), np.uint32))  # noqa: NPY002
+        try:
+            yield
+        finally:
+            _python_random.setstate(kept[0])
+            np.random.set_state(kept[1])  # noqa: NPY002
+
+
+def _digest(tag: bytes, rng: bytes, data: int | str) -> int:
+    if isinstance(data, str):
+        payload, kind = data.encode(), b"s"
+    else:
+        payload, kind = data.to_bytes((data.bit_length() + 7) // 8 or 1, "big"), b"i"
+    message = b"opake_lightning\0" + tag + b"\0" + kind + payload
+    return int.from_bytes(
+        hashlib.blake2b(message, key=rng, digest_size=_BITS // 8).digest(), "big"
+    )
+
+
+def _mersenne_state(raw: bytes) -> Tensor:
+    """A CPU generator state whose 624 words all come from ``raw``."""
+    state = torch.Generator().manual_seed(0).get_state()
+    words = hashlib.shake_256(b"mt19937\0" + raw).digest(624 * 4)
+    view = state.numpy()
+    # get_state() is: seed (8 bytes), left (4), seeded (4), next (8), then one 8-byte slot a word.
+    view[24 : 24 + 624 * 8].view(np.uint64)[:] = np.frombuffer(words, np.uint32)
+    return state
+
+
+def _require_key(rng: object) -> None:
+    if not isinstance(rng, RngKey):
+        raise TypeError(
+            f"expected an RngKey, got {rng!r} of type {type(rng).__name__}; make one with "
+            "random.key(seed) to reproduce a run, or random.fresh_key()"
+        )

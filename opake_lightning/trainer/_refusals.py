@@ -1,0 +1,163 @@
+"""Combinations that would weaken or misreport the guarantee, refused before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from opake_lightning.errors import PrivacyError
+from opake_lightning.trainer.data import PoissonLoader
+from opake_lightning.trainer.strategy import OpakeDDP
+
+__all__ = ["check_loader", "check_module", "check_trainer", "is_mixing"]
+
+_CALLBACKS: dict[type[pl.Callback], str] = {
+    LearningRateFinder: (
+        "runs real private steps and then rolls their count back; search the learning rate on "
+        "public data, or count every trial as a run of its own"
+    ),
+    BatchSizeFinder: (
+        "runs real private steps and then rolls their count back, and the batch size is part of "
+        "the guarantee; choose it, and bound memory with DPSGD(microbatch_size=...)"
+    ),
+    StochasticWeightAveraging: (
+        "replaces the learning-rate schedule and re-estimates BatchNorm statistics on private "
+        "data; average weights with the WeightAveraging callback, which only post-processes"
+    ),
+    BaseFinetuning: (
+        "changes which parameters are trained during the run; freeze before fit with "
+        "requires_grad_(False), and unfreeze between fits"
+    ),
+    ModelPruning: (
+        "masks parameters outside of the optimizer, so that clipping and noise no longer cover "
+        "what is trained; prune after training"
+    ),
+    GradientAccumulationScheduler: (
+        "accumulates gradients over batches, but a draw is one batch; raise batch_size instead, "
+        "and bound memory with DPSGD(microbatch_size=...)"
+    ),
+}
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse trainer settings that a private run cannot have.
+
+    Raises:
+        PrivacyError: Naming the setting and what to do instead.
+    """
+    for complaint in _trainer_complaints(trainer):
+        raise PrivacyError(complaint)
+
+
+def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, OpakeDDP)):
+        yield (
+            f"strategy {type(strategy).__name__} averages or shards raw gradients, which have not "
+            "been clipped per example; use Trainer(strategy=OpakeDDP()) or a single device"
+        )
+    if trainer.gradient_clip_val:
+        yield (
+            f"gradient_clip_val={trainer.gradient_clip_val} would clip the noisy sum, on top of "
+            "clipping each example; set DPSGD(clipping_norm=...) instead"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a draw is one batch, so "
+            "there is nothing to accumulate; raise the loader's batch_size instead, and bound "
+            "memory with DPSGD(microbatch_size=...)"
+        )
+    precision = trainer.precision_plugin
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        yield (
+            "precision='16-mixed' scales the loss and skips steps on overflow, depending on the "
+            "data; use precision='bf16-mixed', which needs no scaler"
+        )
+    if trainer.precision not in ("32-true", "64-true", "bf16-mixed", "16-mixed"):
+        yield (
+            f"precision={trainer.precision!r} keeps the weights themselves in a narrow type; use "
+            "precision='bf16-mixed', where weights, norms, sums and noise stay in float32"
+        )
+    # Only strategies with several processes have the attribute.
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        yield (
+            "sync_batchnorm=True normalises each example by the others, on other ranks too; "
+            "replace BatchNorm with GroupNorm or LayerNorm and leave it off"
+        )
+    for callback in getattr(trainer, "callbacks", []):
+        for kind, why in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                yield f"callback {type(callback).__name__} {why}"
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse modules that mix examples or are not complete.
+
+    Raises:
+        PrivacyError: Naming the submodule and what to do instead.
+    """
+    for name, child in module.named_modules():
+        if is_mixing(child):
+            raise PrivacyError(
+                f"{name} ({type(child).__name__}) in training mode normalises each example by the "
+                "others of the batch, so no example's gradient is its own; replace it with "
+                "GroupNorm or LayerNorm, or put it in eval mode with fixed statistics"
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise PrivacyError(
+                f"parameter {name} is not initialised yet (lazy module); run one forward pass on "
+                "public or random data before fit"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise PrivacyError(
+                f"parameter {name} has dtype {parameter.dtype}; only real floating-point "
+                "parameters can be trained privately. Store complex ones as torch.view_as_real"
+            )
+    if not any(p.requires_grad for p in module.parameters()):
+        raise PrivacyError(
+            "the module has no trainable parameter (requires_grad is False for all of them)"
+        )
+
+
+def is_mixing(module: nn.Module) -> bool:
+    """Whether ``module`` makes one example's output depend on others in the batch."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module.training or not module.track_running_stats
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        return module.training and module.track_running_stats
+    return False
+
+
+def check_loader(loader: Any) -> PoissonLoader:
+    """The training loader, if it is one Poisson loader.
+
+    Raises:
+        PrivacyError: If it is an ordinary loader, or there are several.
+    """
+    if isinstance(loader, PoissonLoader):
+        return loader
+    if isinstance(loader, (dict, list, tuple)):
+        raise PrivacyError(
+            f"{len(loader)} training loaders were given; a private run has one, whose draws are "
+            "accounted for. Join the datasets with torch.utils.data.ConcatDataset"
+        )
+    raise PrivacyError(
+        f"the training loader is an ordinary {type(loader).__name__}, whose batches are not Poisson"
+        " draws; either use Trainer(strategy=OpakeDDP()), which converts it, or pass "
+        "PoissonLoader(dataset, batch_size=...) instead"
+    )

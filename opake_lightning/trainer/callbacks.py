@@ -1,0 +1,83 @@
+"""Callbacks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from opake_lightning import _check
+from opake_lightning.errors import PrivacyError
+
+__all__ = ["PrivacyBudget"]
+
+
+class PrivacyBudget(pl.Callback):
+    """Stop training before the step that would spend more than a budget.
+
+    Guarantee: no step is made after which ``module.privacy_spent()`` at ``delta`` would exceed
+    ``epsilon``; ``min_epochs`` and ``min_steps`` do not override that.
+
+    Args:
+        epsilon: ε, > 0.
+        delta: δ that ``epsilon`` is stated at, in (0, 1).
+    """
+
+    def __init__(self, epsilon: float, delta: float) -> None:
+        self.epsilon = _check.positive("epsilon", epsilon)
+        self.delta = _check.fraction("delta", delta, zero=False, one=False)
+        self._last_step: int | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Work out how many steps the budget allows."""
+        run = _run_of(pl_module)
+        event = run.mechanism.event
+        more = run.ledger.steps_within(event, self.epsilon, self.delta)
+        self._last_step = run.ledger.n_steps + more
+        self._stop_if_spent(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Refuse the step that would overspend, should anything have kept the run going."""
+        if self._last_step is not None and _run_of(pl_module).ledger.n_steps >= self._last_step:
+            raise PrivacyError(
+                f"the next step would spend more than ε = {self.epsilon} at δ = {self.delta}; "
+                f"{self._last_step} steps are allowed and have been made"
+            )
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Stop if this was the last step that the budget allows."""
+        self._stop_if_spent(trainer, pl_module)
+
+    def _stop_if_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        steps = _run_of(pl_module).ledger.n_steps
+        if self._last_step is None or steps < self._last_step or trainer.should_stop:
+            return
+        rank_zero_info(
+            f"PrivacyBudget: stopping after {steps} steps; another one would spend more than "
+            f"ε = {self.epsilon:g} at δ = {self.delta:g}."
+        )
+        trainer.should_stop = True
+        # A minimum number of epochs or steps must not carry the run past the budget.
+        trainer.fit_loop.min_epochs = 0
+        trainer.fit_loop.epoch_loop.min_steps = None
+
+
+def _run_of(module: pl.LightningModule):  # noqa: ANN202 - Run, which this file must not know
+    run = getattr(module, "_dp", None)
+    if run is None or run.mechanism is None:
+        raise PrivacyError(
+            f"PrivacyBudget needs a DPModule, got {type(module).__name__}, which spends nothing"
+        )
+    return run

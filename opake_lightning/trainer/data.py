@@ -1,0 +1,281 @@
+"""The Poisson loader: an ordinary DataLoader's workers and collate function, a private draw."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import optree
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from opake_lightning import _check
+from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
+from opake_lightning.errors import PrivacyError
+from opake_lightning.random import RngKey, fold_in, seeded
+
+__all__ = ["Draw", "PoissonLoader", "poisson_loader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which step a batch is for.
+
+    Attributes:
+        step: Number of the step, from 0.
+        size: Number of examples this rank drew for it; private.
+    """
+
+    step: int
+    size: int
+
+
+class PoissonLoader:
+    """Batches for DP-SGD: at each step every example is drawn independently with the same rate.
+
+    The batch of a step is a function of (key, step) alone: not of the epoch, the number of workers
+    or ranks, or how often a run was resumed. Random augmentations that a dataset draws from
+    Python's, NumPy's or torch's global generators are made a function of (key, step, rank) too.
+
+    A step may draw nothing. It still yields a batch, with the structure and dtypes of a real one
+    and zero rows, and :attr:`draw` says that its size is 0.
+
+    Args:
+        dataset: A map-style dataset.
+        batch_size: *Expected* batch size; the rate is ``batch_size / len(dataset)``.
+        key: Key of the draws, for use outside of a Trainer. Under a DPModule leave it None: the
+            module supplies the key and the step.
+        rank: This rank.
+        world_size: Number of ranks that share each draw.
+        collate_fn, num_workers, pin_memory, ...: As for :class:`torch.utils.data.DataLoader`.
+
+    Attributes:
+        next_step: The step that the next batch will be for.
+        draw: The step and size of the batch that was yielded last.
+
+    Raises:
+        PrivacyError: If the dataset is iterable-style, or the batch is larger than the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        key: RngKey | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        **loader_kwargs: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise PrivacyError(
+                f"{type(dataset).__name__} is an iterable-style dataset: its examples cannot be "
+                "drawn independently of each other, which the privacy accounting assumes; use a "
+                "map-style dataset (__getitem__ and __len__)"
+            )
+        for name in ("batch_sampler", "sampler", "shuffle", "drop_last"):
+            if loader_kwargs.pop(name, None):
+                raise PrivacyError(f"PoissonLoader draws its own batches; remove {name}=")
+        if not loader_kwargs.pop("in_order", True):
+            raise ValueError("PoissonLoader needs in_order=True: a batch belongs to one step")
+        n = len(cast("Sized", dataset))
+        _check.positive_int("len(dataset)", n, why="the training dataset is empty")
+        _check.positive_int("batch_size", batch_size)
+        if batch_size > n:
+            raise PrivacyError(
+                f"batch_size={batch_size} is larger than the dataset ({n} examples); use "
+                f"batch_size={n} to draw every example at every step"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.n_examples = n
+        self.rank, self.world_size = rank, world_size
+        self.next_step = 0
+        self.draw: Draw | None = None
+        self._key = key
+        self._position: Callable[[], tuple[RngKey, int]] | None = None
+        self._drawn: deque[Draw] = deque()
+        self._loader: DataLoader[Any] = DataLoader(
+            cast("Any", _SeededDataset(dataset)),
+            batch_sampler=cast("Any", _Draws(self)),
+            **loader_kwargs,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability that a step draws a given example."""
+        return self.batch_size / self.n_examples
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes."""
+        return self._loader.num_workers
+
+    def __len__(self) -> int:
+        """Steps of an epoch, which is an expected pass over the data."""
+        return math.ceil(self.n_examples / self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch of batches, from :attr:`next_step` on; nothing is drawn before the first."""
+        self._drawn.clear()
+        if self._position is not None:
+            self._key, self.next_step = self._position()
+        if self._key is None:
+            raise PrivacyError(
+                "PoissonLoader has no key; pass key=random.key(7) or key=random.fresh_key(), or "
+                "hand the loader to a Trainer with a DPModule, which supplies it"
+            )
+        for batch in self._loader:
+            self.draw = self._drawn.popleft()
+            self.next_step = self.draw.step + 1
+            yield batch if self.draw.size else optree.tree_map(_no_rows, batch)
+
+    def follow(self, position: Callable[[], tuple[RngKey, int]]) -> None:
+        """Take key and step from ``position()`` at the start of every epoch.
+
+        Raises:
+            PrivacyError: If the loader was made with a key of its own.
+        """
+        if self._key is not None and self._position is None:
+            raise PrivacyError(
+                "this PoissonLoader was made with key=, which is for use outside of a Trainer; "
+                "under a DPModule give the key to the plan: DPSGD(..., key=...)"
+            )
+        self._position = position
+
+    def state_dict(self) -> dict[str, int]:
+        """The step that comes next; the key is not part of it."""
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at the step of :meth:`state_dict`."""
+        self.next_step = _check.at_least("next_step", state["next_step"], 0)
+
+    def _draws(self) -> Iterator[_Indices]:
+        """Index lists of one epoch, read ahead by the workers; an empty draw stands as [0]."""
+        key, first = cast("RngKey", self._key), self.next_step
+        for step in range(first, first + len(self)):
+            drawn = poisson_indices(
+                key, step, n_examples=self.n_examples, sample_rate=self.sample_rate
+            )
+            mine = rank_share(drawn, rank=self.rank, world_size=self.world_size).tolist()
+            self._drawn.append(Draw(step, len(mine)))
+            stream = fold_in(fold_in(fold_in(key, "augment"), step), self.rank)
+            # A collate function cannot make a batch of nothing, so an empty draw fetches one
+            # example for its structure; its rows are cut off before anyone sees them.
+            yield _Indices(mine or [0], stream)
+
+
+class _Indices(list[int]):
+    """Indices of one batch, with the key of the random numbers its examples may draw."""
+
+    def __init__(self, indices: list[int], stream: RngKey) -> None:
+        super().__init__(indices)
+        self.stream = stream
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Indices, (list(self), self.stream)
+
+
+class _Draws:
+    """The batch sampler: a thin view of the loader, so that there is one place for its state."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self._of = loader
+
+    def __iter__(self) -> Iterator[_Indices]:
+        return self._of._draws()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+class _SeededDataset:
+    """Fetches the examples of a batch with global random numbers that belong to the step."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: _Indices) -> list[Any]:
+        with seeded(indices.stream):
+            if hasattr(self._dataset, "__getitems__"):
+                return self._dataset.__getitems__(list(indices))
+            return [self._dataset[index] for index in indices]
+
+
+def _no_rows(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+def poisson_loader(loader: Any, *, rank: int, world_size: int) -> PoissonLoader:
+    """The Poisson loader with everything of ``loader`` but its order.
+
+    Raises:
+        PrivacyError: If ``loader`` is not a DataLoader over a map-style dataset with a plain or
+            shuffling sampler and a batch size.
+    """
+    if not isinstance(loader, DataLoader):
+        raise PrivacyError(
+            f"the training loader is a {type(loader).__name__}; DP-SGD needs one "
+            "torch.utils.data.DataLoader or PoissonLoader, whose draws can be made Poisson"
+        )
+    loader = cast("DataLoader[Any]", loader)
+    if isinstance(loader.dataset, IterableDataset):
+        raise PrivacyError(
+            f"{type(loader.dataset).__name__} is an IterableDataset: its examples cannot be drawn "
+            "independently of each other, which the privacy accounting assumes; use a map-style "
+            "dataset (__getitem__ and __len__)"
+        )
+    _check_sampler(loader)
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if not kept.get("pin_memory_device"):
+        kept.pop("pin_memory_device", None)
+    return PoissonLoader(
+        loader.dataset, cast("int", loader.batch_size), rank=rank, world_size=world_size, **kept
+    )
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    # Under several processes Lightning wraps a custom sampler; what counts is what the user chose.
+    sampler = getattr(getattr(loader.sampler, "dataset", None), "_sampler", loader.sampler)
+    plain = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    if isinstance(sampler, RandomSampler):
+        everything = sampler.num_samples == len(cast("Sized", loader.dataset))
+        plain = everything and not sampler.replacement
+    if not plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        chosen = loader.batch_sampler if plain else sampler
+        raise PrivacyError(
+            f"the training DataLoader uses {type(chosen).__name__} to choose its examples, but the "
+            "privacy accounting assumes that each is drawn independently with rate "
+            "batch_size / len(dataset); leave sampler and batch_sampler out and set batch_size="
+        )

@@ -1,0 +1,433 @@
+"""The LightningModule side: a mixin that owns ``training_step``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from opake_lightning.distributed import require_equal
+from opake_lightning.errors import PrivacyError
+from opake_lightning.optimizers import GradientTransformation
+from opake_lightning.plan import DPSGD, Mechanism, NonPrivate, Plan
+from opake_lightning.random import RngKey, fold_in, fresh_key
+from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
+from opake_lightning.trainer._run import Run
+from opake_lightning.trainer.data import PoissonLoader
+from opake_lightning.trainer.optimizer import FunctionalOptimizer
+from opake_lightning.trainer.report import PrivacySpent, summary
+
+__all__ = ["DPMixin", "DPModule"]
+
+_RECORD = "opake_lightning"
+
+
+class DPMixin:
+    """Makes a LightningModule train privately; put it first: ``class P(DPMixin, Existing)``.
+
+    A subclass defines three methods: :meth:`per_example_loss`, :meth:`configure_privacy` and
+    ``configure_optimizers``, which returns a functional optimizer such as
+    :func:`opake_lightning.optimizers.adamw`. The mixin owns ``training_step``; everything else is
+    ordinary Lightning.
+
+    Guarantee: every training step makes exactly one release, with the plan's noise, and counts it;
+    what cannot be trained privately is refused before the first one.
+
+    Attributes:
+        log_not_private: Set to True to log, under ``not_private/...``, the batch's mean loss, the
+            means of the auxiliary outputs and the number of examples that were dropped because
+            their gradient was not finite. These carry no noise; publishing them is outside the
+            guarantee.
+    """
+
+    log_not_private: bool = False
+    _dp: Run | None = None
+    _dp_in_loss: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:
+            return
+        if "training_step" in vars(cls):
+            raise PrivacyError(
+                f"{cls.__name__} defines training_step, which belongs to DPModule: it is what makes"
+                " the private step. Define per_example_loss(batch), one loss per example, instead"
+            )
+        if cls.training_step is not DPMixin.training_step:
+            raise PrivacyError(
+                f"{cls.__name__} inherits a training_step that comes before DPMixin's and would "
+                f"train without privacy; put the mixin first: class {cls.__name__}(DPMixin, ...)"
+            )
+        for name, wrap in _WRAPPED.items():
+            hook = getattr(cls, name)
+            if hook is not getattr(DPMixin, name) and not hasattr(hook, "_dp_wrapped"):
+                wrapper = wrap(hook)
+                wrapper._dp_wrapped = True
+                setattr(cls, name, wrapper)
+
+    # -- what a user writes ---------------------------------------------------------------------
+
+    def per_example_loss(self, batch: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """One loss per example.
+
+        Args:
+            batch: A batch as the loader's collate function made it, on the module's device. The
+                method is called with one example at a time (every tensor has one row).
+
+        Returns:
+            Tensor of shape [B], or that and a dict of auxiliary tensors with one row per example.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define per_example_loss(batch), returning one loss per "
+            'example, e.g. F.cross_entropy(self(x), y, reduction="none")'
+        )
+
+    def configure_privacy(self) -> Plan:
+        """The plan: ``DPSGD(...)`` or ``NonPrivate()``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define configure_privacy(), returning for example "
+            "DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5)"
+        )
+
+    def privacy_spent(self) -> PrivacySpent:
+        """ε, δ, number of steps and plan so far; also after ``load_from_checkpoint``."""
+        return (self._dp or Run()).spent()
+
+    def reset_privacy(self) -> None:
+        """Forget what was spent and take a new key.
+
+        Right only if the coming training data share no person with the data seen so far, or the
+        module's weights have been discarded. Nothing else sets the ledger back.
+        """
+        self._dp = None
+
+    # -- the one hook nobody can go around ------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+        """Make one private step. Returns nothing: a loss is not private."""
+        del batch_idx
+        module = cast("pl.LightningModule", self)
+        run = self._dp_second_look()
+        size = _rows_for_step(module, run, batch)
+        optimizer = cast("Any", module.optimizers())
+        aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None))
+        self._dp_log(run, aux, size)
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """Always False: the step is made by ``training_step``."""
+        return False
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, automatic: bool) -> None:
+        if automatic:
+            raise PrivacyError(
+                "automatic_optimization=True would step the optimizer on a raw gradient; remove it"
+            )
+
+    def configure_optimizers(self) -> Any:
+        """Wrap what a base class's ``configure_optimizers`` returns."""
+        return _configure(self, super().configure_optimizers())  # type: ignore[misc]
+
+    def configure_callbacks(self) -> Any:
+        """The first hook of a fit: refuse what can be refused before anything is set up."""
+        trainer = cast("pl.LightningModule", self).trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_replaced(self)
+            if self._dp_is_private():
+                check_trainer(trainer)
+            # Lightning advises to save the weights from before the step; those could not be resumed.
+            warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
+        return super().configure_callbacks()  # type: ignore[misc]
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As in Lightning, except inside ``per_example_loss``, where it is refused."""
+        if self._dp_in_loss:
+            raise PrivacyError(
+                f"self.log({name!r}) inside per_example_loss would log what single examples say, "
+                "without noise; return it as aux, and set log_not_private = True to see it"
+            )
+        super().log(name, *args, **kwargs)  # type: ignore[misc]
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the public record (ledger and plan, no key) beside the weights."""
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+        self._dp_on_save_checkpoint(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the public record over, unless a fit has its own."""
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+        self._dp_on_load_checkpoint(checkpoint)
+
+    def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._dp is not None:
+            checkpoint[_RECORD] = self._dp.public()
+
+    def _dp_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if _RECORD in checkpoint and (self._dp is None or not self._dp.ledger.n_steps):
+            self._dp = Run.from_public(checkpoint[_RECORD])
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _dp_is_private(self) -> bool:
+        return not isinstance(self.configure_privacy(), NonPrivate)
+
+    def _dp_second_look(self) -> Run:
+        module = cast("pl.LightningModule", self)
+        run = self._dp
+        if run is None or run.mechanism is None:
+            raise PrivacyError("training_step was called outside of Trainer.fit")
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        known = list(run.params.values())
+        if len(trainable) != len(known) or any(
+            a is not b for a, b in zip(trainable, known, strict=True)
+        ):
+            raise PrivacyError(
+                "the trainable parameters changed after configure_optimizers (a layer was replaced,"
+                " frozen or unfrozen); clipping, noise and optimizer state cover the old ones. "
+                "Change the model in __init__ or configure_model, or start another fit"
+            )
+        if run.mechanism is not None and isinstance(run.mechanism, Mechanism):
+            for name, child in module.named_modules():
+                if is_mixing(child):
+                    check_module(module)
+                    raise PrivacyError(f"{name} mixes examples")
+        return run
+
+    def _dp_log(self, run: Run, aux: Any, size: int | None) -> None:
+        module = cast("pl.LightningModule", self)
+        trainer = module.trainer
+        # The value that a logger writes, or that is the last of an epoch, is exact; the ones in
+        # between may be the (higher) value of a step a little ahead, which costs nothing.
+        done = trainer.global_step
+        exact = (
+            trainer.is_last_batch
+            or done % max(1, trainer.log_every_n_steps) == 0
+            or done == trainer.max_steps
+        )
+        ledger, delta = run.ledger, run.delta
+        epsilon = ledger.epsilon(delta) if exact else ledger.epsilon_bound(delta)
+        shown = {"prog_bar": True, "batch_size": 1, "on_step": True, "on_epoch": False}
+        module.log("privacy/epsilon", epsilon, **shown)
+        module.log("privacy/delta", delta, **shown)
+        if self.log_not_private and aux is not None and size != 0:
+            losses, extra = aux
+            values = {"loss": losses, **extra}
+            for name, value in values.items():
+                module.log(f"not_private/{name}", value.float().mean(), batch_size=len(losses))
+            dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
+            module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
+
+
+class DPModule(DPMixin, pl.LightningModule):
+    """A LightningModule that trains privately: :class:`DPMixin` and ``LightningModule``."""
+
+
+def _wrap_configure(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def configure_optimizers(self: Any) -> Any:
+        return _configure(self, original(self))
+
+    return configure_optimizers
+
+
+def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        self._dp_on_save_checkpoint(checkpoint)
+        original(self, checkpoint)
+
+    return on_save_checkpoint
+
+
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        self._dp_on_load_checkpoint(checkpoint)
+        original(self, checkpoint)
+
+    return on_load_checkpoint
+
+
+_WRAPPED: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "configure_optimizers": _wrap_configure,
+    "on_save_checkpoint": _wrap_save,
+    "on_load_checkpoint": _wrap_load,
+}
+
+
+def _configure(module: Any, returned: Any) -> FunctionalOptimizer:
+    """Turn a functional optimizer into the facade, with everything the fit needs made ready."""
+    if isinstance(returned, FunctionalOptimizer):
+        return returned
+    _refuse_replaced(module)
+    transformation = _functional(returned)
+    plan = module.configure_privacy()
+    if not isinstance(plan, (DPSGD, NonPrivate)):
+        raise TypeError(f"configure_privacy must return DPSGD(...) or NonPrivate(), got {plan!r}")
+    trainer = module.trainer
+    run = module._dp or Run()
+    loader: PoissonLoader | None = None
+    steps = float("inf")
+    if isinstance(plan, DPSGD):
+        check_trainer(trainer)
+        check_module(module)
+        steps = trainer.estimated_stepping_batches
+        if trainer.train_dataloader is None:
+            trainer.fit_loop.setup_data()
+        loader = check_loader(trainer.train_dataloader)
+        left = None if steps in (float("inf"), -1) else int(steps) - trainer.global_step
+        mechanism: Mechanism | NonPrivate = plan.resolve(
+            n_examples=loader.n_examples,
+            batch_size=loader.batch_size,
+            planned_steps=left,
+            spent=run.ledger,
+        )
+    else:
+        mechanism = plan
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    key = _common_key(trainer, plan)
+    spent_steps = run.ledger.n_steps
+    run.prepare(mechanism, transformation, params, _loss_of(module), key)
+    if loader is not None:
+        loader.follow(run.position)
+    require_equal(_common(run, mechanism, params))
+    module._dp = run
+    rank_zero_info(summary(mechanism, steps=steps, spent_steps=spent_steps))
+    return FunctionalOptimizer(run, params)
+
+
+def _refuse_replaced(module: Any) -> None:
+    """Refuse methods put on the object, where no wrapper of the class can see them."""
+    for name in ("training_step", "configure_optimizers"):
+        if name in vars(module):
+            raise PrivacyError(
+                f"{name} was replaced on the {type(module).__name__} object, as torch.compile(module)"
+                " and LightningCLI's --optimizer do; a private run needs the class's own. Compile "
+                "submodules, and return the functional optimizer from the class's "
+                "configure_optimizers"
+            )
+
+
+def _functional(returned: Any) -> GradientTransformation:
+    if isinstance(returned, (list, tuple)) and not isinstance(returned, GradientTransformation):
+        if len(returned) == 1:
+            return _functional(returned[0])
+        raise PrivacyError(
+            f"configure_optimizers returned {len(returned)} things; a private run has one functional"
+            " optimizer, and its learning-rate schedule is an argument of it: adamw(lr=schedule)"
+        )
+    if isinstance(returned, dict):
+        raise PrivacyError(
+            "configure_optimizers returned a dict; torch LR schedulers do not reach a functional "
+            "optimizer. Return the optimizer alone, with the schedule as its lr: "
+            "adamw(lr=cosine_schedule(...))"
+        )
+    if not isinstance(returned, GradientTransformation):
+        raise PrivacyError(
+            f"configure_optimizers returned {type(returned).__name__}; a private run needs a "
+            "functional optimizer, which sees only the released gradient, such as "
+            "opake_lightning.optimizers.adamw(lr=1e-3)"
+        )
+    return returned
+
+
+def _common_key(trainer: pl.Trainer, plan: Plan) -> RngKey:
+    key = plan.key or fresh_key()
+    return RngKey.from_hex(trainer.strategy.broadcast(key.hex()))
+
+
+def _common(
+    run: Run, mechanism: Mechanism | NonPrivate, params: dict[str, Tensor]
+) -> dict[str, object]:
+    key, step = run.position()
+    return {
+        **mechanism.fingerprint(),
+        "noise_multiplier": run.plan.get("noise_multiplier"),
+        "the key (compared by digest)": fold_in(key, "compare").hex(),
+        "the number of steps so far": step,
+        "the trainable parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()],
+    }
+
+
+class _LossCall(nn.Module):
+    """Lets ``functional_call`` swap parameters under a method that is not ``forward``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    @override
+    def forward(self, batch: Any) -> Any:
+        self.module._dp_in_loss = True
+        try:
+            return self.module.per_example_loss(batch)
+        finally:
+            self.module._dp_in_loss = False
+
+
+def _loss_of(module: Any) -> Callable[..., Any]:
+    call = _LossCall(module)
+
+    def loss_fn(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        renamed = {f"module.{name}": value for name, value in params.items()}
+        out = torch.func.functional_call(call, renamed, (batch,))
+        losses, aux = out if isinstance(out, tuple) else (out, {})
+        if not isinstance(losses, Tensor) or losses.dim() != 1:
+            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses)
+            raise PrivacyError(
+                f"per_example_loss must return one loss per example, a tensor of shape [B], got "
+                f'{what}; use reduction="none", and .mean(1) over tokens or pixels, never over the '
+                "batch"
+            )
+        return losses, (losses.detach(), aux)
+
+    return loss_fn
+
+
+def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | None:
+    """How many examples the batch holds, after checking that it is the one for this step."""
+    if isinstance(run.mechanism, NonPrivate):
+        return None
+    loader = check_loader(module.trainer.train_dataloader)
+    assert isinstance(run.mechanism, Mechanism)
+    if (loader.n_examples, loader.batch_size) != (
+        run.mechanism.n_examples,
+        run.mechanism.batch_size,
+    ):
+        raise PrivacyError(
+            f"the training loader now draws {loader.batch_size} of {loader.n_examples} examples, "
+            f"but the run is accounted for {run.mechanism.batch_size} of "
+            f"{run.mechanism.n_examples}; start another fit for other data"
+        )
+    _, step = run.position()
+    draw = loader.draw
+    if draw is None or draw.step != step:
+        raise PrivacyError(
+            f"the batch was drawn for step {draw.step if draw else None}, but step {step} comes "
+            "next; hand the PoissonLoader to the Trainer as it is"
+        )
+    rows = next((len(t) for t in _tensors(batch) if t.dim()), None)
+    if draw.size and rows != draw.size:
+        raise PrivacyError(
+            f"the batch has {rows} rows for {draw.size} drawn examples; one row per example is the "
+            "unit of privacy, so collate_fn and batch hooks must not add, drop or merge rows"
+        )
+    return draw.size
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    import optree
+
+    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]

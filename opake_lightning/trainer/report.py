@@ -1,0 +1,71 @@
+"""What a run says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from opake_lightning.plan import Mechanism, NonPrivate
+
+__all__ = ["PrivacySpent", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrivacySpent:
+    """What a module has spent.
+
+    Attributes:
+        epsilon: ε, an upper bound, for adding or removing one example of the training data.
+        delta: δ that ``epsilon`` is stated at.
+        n_steps: Number of releases.
+        plan: The plan's public numbers: clipping norm, noise multiplier, expected batch size, ...
+    """
+
+    epsilon: float
+    delta: float
+    n_steps: int
+    plan: dict[str, Any]
+
+
+def public_plan(mechanism: Mechanism | NonPrivate) -> dict[str, Any]:
+    """The numbers of a mechanism that may be published with the weights."""
+    if isinstance(mechanism, NonPrivate):
+        return {"plan": "NonPrivate", "target_delta": mechanism.target_delta}
+    return {
+        "plan": "DPSGD",
+        "clipping_norm": mechanism.plan.clipping_norm,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "target_epsilon": mechanism.plan.target_epsilon,
+        "target_delta": mechanism.plan.target_delta,
+        "n_examples": mechanism.n_examples,
+        "batch_size": mechanism.batch_size,
+        "planned_steps": mechanism.planned_steps,
+    }
+
+
+def summary(mechanism: Mechanism | NonPrivate, *, steps: float, spent_steps: int) -> str:
+    """The start-up lines."""
+    if isinstance(mechanism, NonPrivate):
+        return "opake_lightning: NonPrivate() run, no clipping and no noise: ε = ∞."
+    plan = mechanism.plan
+    delta = plan.target_delta
+    target = "none (σ given)" if plan.target_epsilon is None else f"ε = {plan.target_epsilon:g}"
+    rows = [
+        ("sample rate q", f"{mechanism.sample_rate:.6g}"),
+        ("expected batch", f"{mechanism.batch_size} of {mechanism.n_examples} examples"),
+        ("noise multiplier σ", f"{mechanism.noise_multiplier:.6g}"),
+        ("clipping norm C", f"{plan.clipping_norm:g}"),
+        ("noise stddev σC/B", f"{mechanism.noise_multiplier * plan.clipping_norm / mechanism.batch_size:.6g}"),
+        ("planned steps", "open-ended" if steps == float("inf") else f"{int(steps)}"),
+        ("target", f"{target} at δ = {delta:g}"),
+        ("engine", "vmap" if plan.engine == "auto" else plan.engine),
+    ]
+    if spent_steps:
+        rows.append(("spent before", f"{spent_steps} steps"))
+    lines = [f"  {name:<19} {value}" for name, value in rows]
+    if delta * mechanism.n_examples >= 1:
+        lines.append(
+            f"  note: δ = {delta:g} is not below 1 / {mechanism.n_examples} examples; it allows a "
+            "mechanism that publishes one example outright"
+        )
+    return "\n".join(["opake_lightning: private run", *lines])

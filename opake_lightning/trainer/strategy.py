@@ -1,0 +1,154 @@
+"""DDP in which only clipped sums cross ranks."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from opake_lightning.errors import PrivacyError
+from opake_lightning.trainer.data import PoissonLoader, poisson_loader
+
+__all__ = ["OpakeDDP"]
+
+
+class OpakeDDP(DDPStrategy):
+    """One process per device; only clipped sums cross ranks, never raw gradients.
+
+    Every rank computes the clipped sum of its share of one global draw; the shares are summed and
+    every rank adds the same noise, once. An ordinary training DataLoader becomes a Poisson loader
+    with rate ``batch_size / len(dataset)``; ``batch_size`` is the expected size of the *global*
+    draw, whatever the number of ranks.
+
+    Args:
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; and all other
+            arguments of ``lightning.pytorch.strategies.DDPStrategy`` but those that configure the
+            DistributedDataParallel wrapper, which is not used.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unused = [
+            name
+            for name in ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper")
+            if getattr(self, name) is not None
+        ]
+        if self._ddp_kwargs or unused or self._model_averaging_period is not None:
+            given = sorted(self._ddp_kwargs) or unused or ["model_averaging_period"]
+            raise PrivacyError(
+                f"OpakeDDP does not wrap the model in DistributedDataParallel, so {given} would "
+                "have no effect; leave them out"
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        """As DDP, but a single process keeps the loaders it was given."""
+        super().setup_environment()
+        if self.world_size == 1 and self.lightning_module is not None:
+            # Lightning would put a DistributedSampler into every loader, which shuffles even a
+            # sequential one; NonPrivate() promises an untouched loader.
+            connector = self.lightning_module.trainer._accelerator_connector
+            connector.use_distributed_sampler = False
+
+    @override
+    def setup_distributed(self) -> None:
+        """As DDP, but a single process is no group: it needs no port, and no advice on syncing."""
+        if self.num_nodes * self.num_processes > 1:
+            super().setup_distributed()
+        else:
+            reset_seed()
+            self.set_world_ranks()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """As DDP, which a single process has no group for."""
+        if self.world_size > 1:
+            super().setup(trainer)
+        else:
+            Strategy.setup(self, trainer)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Leave out the wrapper, which would average raw gradients."""
+        return model
+
+    @override
+    def configure_ddp(self) -> None:
+        """Start all ranks from rank 0's weights, as the constructor of the wrapper would."""
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Make the training loader a Poisson loader for this rank."""
+        module = self.lightning_module
+        if module is None or not module.trainer.training or not hasattr(module, "_dp_is_private"):
+            return dataloader
+        if not module._dp_is_private():
+            return dataloader
+        if isinstance(dataloader, PoissonLoader):
+            dataloader.rank, dataloader.world_size = self.global_rank, self.world_size
+            return dataloader
+        loader = poisson_loader(dataloader, rank=self.global_rank, world_size=self.world_size)
+        dropped = "; drop_last has no effect" if getattr(dataloader, "drop_last", False) else ""
+        rank_zero_info(
+            f"opake_lightning: the training DataLoader now draws Poisson batches: each of "
+            f"{loader.n_examples} examples with rate {loader.sample_rate:.6g}, "
+            f"{loader.batch_size} expected per step{dropped}."
+        )
+        return loader
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = _Launcher(self, start_method=self._start_method)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="opake_ddp")`` work, and its spawn, fork and notebook forms."""
+        for name, method in (
+            ("opake_ddp", "popen"),
+            ("opake_ddp_spawn", "spawn"),
+            ("opake_ddp_fork", "fork"),
+            ("opake_ddp_notebook", "fork"),
+        ):
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"DP-SGD with clipped sums across ranks, start method {method!r}",
+                override=True,
+                start_method=method,
+            )
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Brings back what was spent, too: a second fit in the main process must go on counting."""
+
+    @override
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        extra = super().get_extra_results(trainer)
+        buffer = io.BytesIO()
+        torch.save(getattr(trainer.lightning_module, "_dp", None), buffer)
+        return {**extra, "opake_lightning": buffer.getvalue()}
+
+    @override
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        # Our own child process wrote these bytes a moment ago, so unpickling them is safe.
+        run = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=False)
+        if run is not None:
+            trainer.lightning_module._dp = run
+
+
+OpakeDDP.register_strategies(StrategyRegistry)

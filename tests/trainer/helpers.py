@@ -1,0 +1,154 @@
+"""A module, a dataset and a trainer small enough that a test can afford a dozen fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from opake_lightning import DPSGD, DPModule, OpakeDDP
+from opake_lightning.optimizers import adamw
+from opake_lightning.plan import Plan
+from opake_lightning.random import key
+from opake_lightning.serialization import state_dict
+
+N_EXAMPLES = 24
+BATCH_SIZE = 6
+N_FEATURES = 5
+N_CLASSES = 3
+
+
+class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Examples (x, y, index): the index tells a test who was drawn."""
+
+    def __init__(self, n: int = N_EXAMPLES, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(n, N_FEATURES, generator=draw)
+        self.y = torch.randint(N_CLASSES, (n,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x[index], self.y[index], torch.tensor(index)
+
+
+def plan(**changes: Any) -> DPSGD:
+    """The usual plan: σ = 1, C = 1, key(7)."""
+    kwargs = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "key": key(7), **changes}
+    if kwargs.get("target_epsilon") is not None and "noise_multiplier" not in changes:
+        del kwargs["noise_multiplier"]
+    return DPSGD(**kwargs)
+
+
+class Net(DPModule):
+    """A linear layer, a dropout layer (off by default) and another linear layer."""
+
+    def __init__(
+        self,
+        privacy: Plan | None = None,
+        optimizer: Callable[[], Any] | None = None,
+        dropout: float = 0.0,
+        seed: int = 1,
+    ) -> None:
+        super().__init__()
+        self.privacy = plan() if privacy is None else privacy
+        self.optimizer = optimizer or (lambda: adamw(lr=0.05))
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            self.net = nn.Sequential(
+                nn.Linear(N_FEATURES, 4), nn.Tanh(), nn.Dropout(dropout), nn.Linear(4, N_CLASSES)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def per_example_loss(self, batch: Any) -> Tensor:
+        x, y, *_ = batch
+        return F.cross_entropy(self(x), y, reduction="none")
+
+    def configure_privacy(self) -> Plan:
+        return self.privacy
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer()
+
+
+class Validated(Net):
+    """The same, with a validation loss."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.per_example_loss(batch).mean(), sync_dist=True)
+
+
+def make_loader(dataset: Any = None, batch_size: int = BATCH_SIZE, **kwargs: Any) -> DataLoader:
+    """A shuffling DataLoader over ``Points()``."""
+    kwargs.setdefault("shuffle", True)
+    return DataLoader(Points() if dataset is None else dataset, batch_size=batch_size, **kwargs)
+
+
+def make_trainer(path: Path, **kwargs: Any) -> pl.Trainer:
+    """A quiet CPU trainer under ``path``, without logger and checkpoints unless asked for."""
+    return pl.Trainer(
+        **{
+            "default_root_dir": path,
+            "accelerator": "cpu",
+            "devices": 1,
+            "strategy": OpakeDDP(),
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": any(
+                isinstance(c, pl.callbacks.Checkpoint) for c in kwargs.get("callbacks", ())
+            ),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **kwargs,
+        }
+    )
+
+
+class Draws(pl.Callback):
+    """Records, for every step, the step's number and the indices that it drew."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        index = batch["index"] if isinstance(batch, dict) else batch[2]
+        self.seen[trainer.global_step] = index.tolist()
+
+
+def seed_globals(seed: int) -> None:
+    """Put the three global generators where another process would have them."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def snapshot(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
+    """All that a resumed run must share with an uninterrupted one, in one flat dict."""
+    run = net._dp
+    assert run is not None
+    assert run.state is not None
+    spent = net.privacy_spent()
+    params = {f"params/{name}": p.detach().clone() for name, p in net.named_parameters()}
+    return {
+        **params,
+        **state_dict(run.state),
+        "ledger": run.ledger.to_dict(),
+        "epsilon": spent.epsilon,
+        "n_steps": spent.n_steps,
+        "plan": spent.plan,
+        "global_step": trainer.global_step,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+    }
