@@ -7,13 +7,19 @@ one device and on many.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from opake_lightning._tree import layout_of, pack, unpack
 from opake_lightning.errors import PrivacyError
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import (
+    ClippedPytree,
+    NoisedPytree,
+    SecondMomentClippedPytree,
+    SecondMomentNoiseOutput,
+)
 
 __all__ = ["require_equal", "sum_gradients", "world_size"]
 
@@ -32,11 +38,13 @@ def sum_gradients(
 
     One collective per dtype and device, over packed leaves. Each example lives on one rank, so the
     sensitivity of the sum is that of a part. Call it before noise is added: noise of a common key
-    would be summed with the gradients.
+    would be summed with the gradients. Of a
+    :class:`~opake_lightning.types.SecondMomentClippedPytree` both parts are summed; the square of
+    the aggregate is no part of it yet, so it will be that of the total.
 
     Args:
-        grads: A :class:`~opake_lightning.types.ClippedPytree`, or a raw pytree of tensors for a
-            run that is meant to be non-private.
+        grads: A :class:`~opake_lightning.types.ClippedPytree`, a pair, or a raw pytree of tensors
+            for a run that is meant to be non-private.
         group: Process group; None is the default one.
         inplace: Reduce in the memory of ``grads``.
 
@@ -44,13 +52,19 @@ def sum_gradients(
         The same kind of object as ``grads``.
 
     Raises:
-        PrivacyError: If given a ``NoisedPytree``.
+        PrivacyError: If given a ``NoisedPytree`` or a ``SecondMomentNoiseOutput``.
     """
-    if isinstance(grads, NoisedPytree):
+    if isinstance(grads, (NoisedPytree, SecondMomentNoiseOutput)):
         raise PrivacyError(
-            "sum_gradients got a NoisedPytree: summing it would add every rank's copy of the same "
-            "noise; sum the ClippedPytree over ranks first, then add noise"
+            f"sum_gradients got a {type(grads).__name__}: summing it would add every rank's copy "
+            "of the same noise; sum what the clipping function returned, then add noise"
         )
+    if isinstance(grads, SecondMomentClippedPytree):
+        gradient = sum_gradients(grads.gradient, group=group, inplace=inplace)
+        square = None
+        if grads.square is not None:
+            square = sum_gradients(grads.square, group=group, inplace=inplace)
+        return replace(grads, gradient=gradient, square=square)
     if isinstance(grads, ClippedPytree):
         summed = sum_gradients(grads.pytree, group=group, inplace=inplace)
         return ClippedPytree(summed, grads.sensitivity)

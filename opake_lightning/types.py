@@ -3,7 +3,8 @@
 The scale of the noise travels with the gradients. A clipping function returns a
 :class:`ClippedPytree`, which knows how far one example can move it; a noise mechanism turns that
 into a :class:`NoisedPytree`, which knows how much noise it carries. The two are siblings, so that
-code which takes the released kind can never be handed the private kind by inheritance.
+code which takes the released kind can never be handed the private kind by inheritance. The pairs
+are what the two become when the squares of the gradient are to be released along with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-__all__ = ["ClippedPytree", "NoisedPytree"]
+__all__ = [
+    "ClippedPytree",
+    "NoisedPytree",
+    "SecondMomentClippedPytree",
+    "SecondMomentNoiseOutput",
+]
 
 
 def _is_not_a_tensor(value: object, attribute: str, advice: str) -> NoReturn:
@@ -58,4 +64,63 @@ class NoisedPytree:
             name,
             "put this library's optimizer first in a torchopt.chain, or pass .pytree (which drops "
             "the noise level, so nothing after it can correct for noise)",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SecondMomentClippedPytree:
+    """A clipped gradient and what its squares are to be made from. Private: no noise yet.
+
+    Exactly one of ``square`` and ``projection_radius`` is given; it tells what is squared. The
+    square of the whole gradient can only be taken where the gradient is whole, after the sum over
+    ranks; so the noise mechanism takes it, and until then there is only the radius.
+
+    Attributes:
+        gradient: The sum of clipped per-example gradients.
+        square: The sum of their elementwise squares, in the same structure, divided like
+            ``gradient``; None if the aggregate is to be squared.
+        projection_radius: L2 norm, in the units of ``gradient``, to which the aggregate is
+            projected before it is squared; None if ``square`` is given.
+
+    Raises:
+        ValueError: If both or none of ``square`` and ``projection_radius`` are given.
+    """
+
+    gradient: ClippedPytree
+    square: ClippedPytree | None = None
+    projection_radius: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the form of the squares is known."""
+        if (self.square is None) == (self.projection_radius is None):
+            raise ValueError(
+                "give either square (squares of single examples) or projection_radius (square of "
+                "the aggregate)"
+            )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _is_not_a_tensor(
+            self, name, "add noise first, or use .gradient.pytree for a non-private run"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SecondMomentNoiseOutput:
+    """A released gradient and a released estimate of its squares, each with its own noise.
+
+    Attributes:
+        gradient: The noisy gradient.
+        square: The noisy squares, in the same structure and in squared units of the gradient.
+            Where the noise exceeds the square, an element is negative.
+    """
+
+    gradient: NoisedPytree
+    square: NoisedPytree
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _is_not_a_tensor(
+            self,
+            name,
+            "put an optimizer of this library that takes second moments first in a "
+            "torchopt.chain, or pass .gradient to one that does not",
         )

@@ -3,7 +3,9 @@ r"""Independent Gaussian noise.
 .. math:: \tilde g = \bar g + \mathcal N(0, (\sigma \Delta)^2 I)
 
 with σ the noise multiplier and Δ the sensitivity that the clipped gradient carries, so that the
-noise is right for a sum (Δ = C) and for a mean over the expected batch (Δ = C/B) alike.
+noise is right for a sum (Δ = C) and for a mean over the expected batch (Δ = C/B) alike. A pair of
+gradient and squares gets two such noises, from unrelated streams, at the privacy of one; the
+derivation is in :doc:`/second_moments`.
 
 Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133).
 """
@@ -12,13 +14,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, overload
 
 from opake_lightning import _check
 from opake_lightning._tree import layout_of, pack, unpack
+from opake_lightning.dpsgd._second_moment import noise_stddevs, projected_square
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, add_normal_, fold_in
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import (
+    ClippedPytree,
+    NoisedPytree,
+    SecondMomentClippedPytree,
+    SecondMomentNoiseOutput,
+)
 
 __all__ = ["NoiseFn", "NoiseState", "gaussian_noise"]
 
@@ -40,34 +48,53 @@ class NoiseState:
 class NoiseFn(Protocol):
     """What :func:`gaussian_noise` returns first."""
 
+    @overload
     def __call__(
         self, grads: ClippedPytree, state: NoiseState, *, inplace: bool = False
-    ) -> tuple[NoisedPytree, NoiseState]:
+    ) -> tuple[NoisedPytree, NoiseState]: ...
+
+    @overload
+    def __call__(
+        self, grads: SecondMomentClippedPytree, state: NoiseState, *, inplace: bool = False
+    ) -> tuple[SecondMomentNoiseOutput, NoiseState]: ...
+
+    def __call__(self, grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
         """Release ``grads`` with noise."""
         ...
 
 
-def gaussian_noise(*, noise_multiplier: float, key: RngKey) -> tuple[NoiseFn, NoiseState]:
+def gaussian_noise(
+    *, noise_multiplier: float, key: RngKey, square_share: float | None = None
+) -> tuple[NoiseFn, NoiseState]:
     """Noise whose standard deviation is ``noise_multiplier`` times the sensitivity.
 
     Guarantee: every coordinate of every leaf gets its own independent draw; streams of different
     steps are unrelated; the same key and step give the same noise on every rank, so adding it
-    after the sum over ranks adds it once.
+    after the sum over ranks adds it once. A pair is one release: divided by its noise, it moves by
+    at most 1 / ``noise_multiplier`` when one example is added or removed.
 
     Args:
         noise_multiplier: σ, without unit; >= 0. 0 adds nothing and protects nothing.
         key: Key of the run; see :func:`opake_lightning.random.fresh_key`.
+        square_share: For pairs only: the part ρ of the privacy budget that the squares take, in
+            (0, 1). The noise of the gradient is then larger by a factor 1/√(1-ρ) than it would be
+            alone, that of the squares by 1/√ρ. None is 1/2 for the square of the aggregate, and
+            C/(1 + C) for squares of examples clipped to C, which makes the sum of the two
+            variances least.
 
     Returns:
         A function and its initial state: ``noised, state = noise_fn(grads, state)``, where
         ``grads`` is a :class:`~opake_lightning.types.ClippedPytree` and ``noised`` a
-        :class:`~opake_lightning.types.NoisedPytree`. With ``inplace=True`` the noise is added to
-        the memory of ``grads``.
+        :class:`~opake_lightning.types.NoisedPytree`; or a
+        :class:`~opake_lightning.types.SecondMomentClippedPytree`, already summed over ranks, and a
+        :class:`~opake_lightning.types.SecondMomentNoiseOutput`. With ``inplace=True`` the noise is
+        added to the memory of ``grads``.
 
     Raises:
-        ValueError: If ``noise_multiplier`` is negative or not finite.
-        PrivacyError: From ``noise_fn``, if it is given anything but a ``ClippedPytree`` of finite
-            sensitivity.
+        ValueError: If ``noise_multiplier`` is negative or not finite, or ``square_share`` is not
+            between 0 and 1.
+        PrivacyError: From ``noise_fn``, if it is given anything but a clipped gradient, or pair, of
+            finite sensitivity.
 
     >>> import torch
     >>> from opake_lightning.random import key
@@ -78,27 +105,65 @@ def gaussian_noise(*, noise_multiplier: float, key: RngKey) -> tuple[NoiseFn, No
     (0.2, 1)
     """
     sigma = _check.non_negative("noise_multiplier", noise_multiplier)
+    if square_share is not None:
+        square_share = _check.fraction("square_share", square_share, zero=False, one=False)
 
+    @overload
     def noise_fn(
         grads: ClippedPytree, state: NoiseState, *, inplace: bool = False
-    ) -> tuple[NoisedPytree, NoiseState]:
+    ) -> tuple[NoisedPytree, NoiseState]: ...
+
+    @overload
+    def noise_fn(
+        grads: SecondMomentClippedPytree, state: NoiseState, *, inplace: bool = False
+    ) -> tuple[SecondMomentNoiseOutput, NoiseState]: ...
+
+    def noise_fn(grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
         _require_clipped(grads)
-        stddev = sigma * grads.sensitivity
-        layout = layout_of(grads.pytree)
-        flats = pack(grads.pytree, layout)
-        if not inplace:
-            flats = [flat.clone() for flat in flats]
+        after = NoiseState(state.key, state.step + 1)
         stream = fold_in(fold_in(state.key, "gaussian_noise"), state.step)
-        for index, flat in enumerate(flats):
-            add_normal_(fold_in(stream, index), flat, stddev)
-        return NoisedPytree(unpack(flats, layout), stddev), NoiseState(state.key, state.step + 1)
+        if isinstance(grads, ClippedPytree):
+            return _noised(grads.pytree, sigma * grads.sensitivity, stream, inplace=inplace), after
+        first, second = noise_stddevs(grads, sigma, square_share)
+        if grads.square is not None:
+            square, reuse = grads.square.pytree, inplace
+        else:
+            assert grads.projection_radius is not None  # the pair has checked it
+            square, reuse = projected_square(grads.gradient.pytree, grads.projection_radius), True
+        return SecondMomentNoiseOutput(
+            gradient=_noised(grads.gradient.pytree, first, stream, inplace=inplace),
+            square=_noised(square, second, fold_in(stream, "square"), inplace=reuse),
+        ), after
 
     return noise_fn, NoiseState(key)
 
 
+def _noised(tree: Any, stddev: float, stream: RngKey, *, inplace: bool) -> NoisedPytree:
+    layout = layout_of(tree)
+    flats = pack(tree, layout)
+    if not inplace:
+        flats = [flat.clone() for flat in flats]
+    for index, flat in enumerate(flats):
+        add_normal_(fold_in(stream, index), flat, stddev)
+    return NoisedPytree(unpack(flats, layout), stddev)
+
+
 def _require_clipped(grads: Any) -> None:
-    if isinstance(grads, NoisedPytree):
-        raise PrivacyError("gaussian_noise got a NoisedPytree, which already has its noise")
+    if isinstance(grads, (NoisedPytree, SecondMomentNoiseOutput)):
+        raise PrivacyError(
+            f"gaussian_noise got a {type(grads).__name__}, which already has its noise"
+        )
+    parts = [grads]
+    if isinstance(grads, SecondMomentClippedPytree):
+        parts = [grads.gradient, *([] if grads.square is None else [grads.square])]
+    for part in parts:
+        _require_sensitivity(part)
+    radius = grads.projection_radius if isinstance(grads, SecondMomentClippedPytree) else None
+    if radius is not None and not (radius > 0 and math.isfinite(radius)):
+        raise PrivacyError(f"projection_radius must be finite and > 0, got {radius!r}")
+
+
+def _require_sensitivity(grads: Any) -> None:
     if not isinstance(grads, ClippedPytree):
         raise PrivacyError(
             f"gaussian_noise needs a ClippedPytree, whose sensitivity sets the noise, got "

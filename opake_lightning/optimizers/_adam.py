@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from opake_lightning.optimizers._chain import NoiseAwareTransformation, chain
+from opake_lightning.optimizers._precondition import precondition
 from opake_lightning.optimizers._stages import (
     add_decayed_weights,
     clip_update_rms,
     ema,
-    precondition,
     scale_by_learning_rate,
 )
 from opake_lightning.scheduling import ScalarOrSchedule
@@ -23,6 +23,7 @@ def adam(
     *,
     noise_bias_correction: bool = False,
     noise_floor: float = 1e-6,
+    noise_floor_relative: float = 0.0,
     update_rms_clip: float | None = None,
 ) -> NoiseAwareTransformation:
     r"""Adam, as ``torch.optim.Adam``, optionally corrected for privacy noise.
@@ -37,6 +38,7 @@ def adam(
         weight_decay: λ, at least 0; other than 0, ``update`` needs ``params``.
         noise_bias_correction: See :func:`adamw`.
         noise_floor: See :func:`adamw`.
+        noise_floor_relative: See :func:`adamw`.
         update_rms_clip: See :func:`adamw`.
 
     Returns:
@@ -60,6 +62,7 @@ def adam(
         coupled=True,
         correct=noise_bias_correction,
         floor=noise_floor,
+        relative_floor=noise_floor_relative,
         rms=update_rms_clip,
     )  # fmt: skip
 
@@ -73,6 +76,7 @@ def adamw(
     decoupled_weight_decay: bool = True,
     noise_bias_correction: bool = False,
     noise_floor: float = 1e-6,
+    noise_floor_relative: float = 0.0,
     update_rms_clip: float | None = None,
 ) -> NoiseAwareTransformation:
     r"""AdamW, as ``torch.optim.AdamW``, optionally corrected for privacy noise.
@@ -83,8 +87,13 @@ def adamw(
         u_t &= -lr_t \bigl( \hat m_t / (\sqrt{\hat v_t} + eps) + \lambda\theta_{t-1} \bigr)
 
     With the correction, :math:`\sqrt{\hat v_t}` becomes
-    :math:`\sqrt{\max(\hat v_t - \hat\varphi_t, \gamma)}`, where :math:`\hat\varphi_t` is the same
-    average of the noise's variance as :math:`\hat v_t` is of the squares.
+    :math:`\sqrt{\max(\hat v_t - \hat\varphi_t, \gamma, r\hat\varphi_t)}`, where
+    :math:`\hat\varphi_t` is the same average of the noise's variance as :math:`\hat v_t` is of the
+    squares. With a :class:`~opake_lightning.types.SecondMomentNoiseOutput`, :math:`v_t` averages
+    the squares that were released on their own; where they leave :math:`\hat v_t` too small to be
+    an average of squares, or negative, :math:`\hat m_t^2` stands in for it. Coupled weight decay is
+    added in there as well, by :math:`(g + \lambda\theta)^2 = g^2 + 2\lambda\theta g +
+    \lambda^2\theta^2`. The two are never combined.
 
     **Choosing γ.** Where the noise outweighs the gradient, :math:`\hat v - \hat\varphi` is about as
     often below zero as above, and the coordinate is floored: it moves by
@@ -93,7 +102,10 @@ def adamw(
     comes in, after division by the batch size) no such coordinate moves further than without the
     correction; each hundredth of it lets it move ten times as far. The default of 1e-6 moves it by
     at most 1000 lr m̂ and suits a ``noise_stddev`` of some 1e-3; 1e-8, which DP-AdamBC's program
-    has, moves it by 10 000 lr m̂. Always choose it together with the learning rate.
+    has, moves it by 10 000 lr m̂. Always choose it together with the learning rate. r does the same
+    without units: no coordinate moves more than :math:`\sqrt{1 + 1/r}` times as far as without the
+    correction, whatever the noise is and however it changes; 1.4 times with r = 1, ten times with
+    r = 0.01. The higher of the two floors counts.
 
     Args:
         lr: Learning rate, or a function from the step (0 at the first) to it.
@@ -106,6 +118,7 @@ def adamw(
             :class:`~opake_lightning.types.NoisedPytree` says its gradient carries. As long as no
             noise comes in, this changes nothing, to the last bit.
         noise_floor: γ > 0, in the units of the squared gradient.
+        noise_floor_relative: r, at least 0, as a share of the noise's variance.
         update_rms_clip: Divide :math:`\hat m / (\sqrt{\hat v} + eps)` by max(1, RMS / this), with
             one RMS for the whole model; None for never.
 
@@ -138,6 +151,7 @@ def adamw(
         coupled=not decoupled_weight_decay,
         correct=noise_bias_correction,
         floor=noise_floor,
+        relative_floor=noise_floor_relative,
         rms=update_rms_clip,
     )  # fmt: skip
 
@@ -152,6 +166,7 @@ def _adam(
     coupled: bool,
     correct: bool,
     floor: float,
+    relative_floor: float,
     rms: float | None,
 ) -> NoiseAwareTransformation:
     beta1, beta2 = betas
@@ -160,7 +175,14 @@ def _adam(
         name,
         l2=decay if coupled else None,
         first_moment=ema(beta1),
-        second_moment=precondition(beta2, eps, correct=correct, floor=floor),
+        second_moment=precondition(
+            beta2,
+            eps,
+            correct=correct,
+            floor=floor,
+            relative_floor=relative_floor,
+            mean_decay=beta1,
+        ),
         clip=clip_update_rms(rms),
         decay=None if coupled else decay,
         lr=scale_by_learning_rate(lr),

@@ -10,19 +10,38 @@ and so the expected share of the noise in it obeys the same recursion:
 .. math:: \varphi \leftarrow a\,\varphi + b\,\sigma^2 , \qquad E[v] - \varphi =
           \text{what } v \text{ would be without noise.}
 
-This holds for an average (:math:`a=\beta_2, b=1-\beta_2`), for a running sum (:math:`a=b=1`), and
-for a :math:`\sigma` that changes from step to step. Debiasing divides both by the same weight.
+This holds for an average (:math:`a=\beta_2, b=1-\beta_2`), for a running sum (:math:`a=b=1`), for
+averages over rows and columns, for squares of something linear in :math:`\tilde g` (whose noise has
+a variance of its own on every coordinate), and for a :math:`\sigma` that changes from step to step.
+Debiasing divides both by the same weight.
 
 The difference is an estimate and can be negative; it is floored,
-:math:`\hat v \leftarrow \max(\hat v - \hat\varphi, \gamma)`. While no noise has come in
-(:math:`\varphi = 0`) there is nothing to subtract and nothing is floored: the optimizer is then
+:math:`\hat v \leftarrow \max(\hat v - \hat\varphi, \gamma, r\hat\varphi)`. While no noise has come
+in (:math:`\varphi = 0`) there is nothing to subtract and nothing is floored: the optimizer is then
 exactly the one without correction.
 
-Source: Tang, Lécuyer et al. (arXiv:2312.14334); Chooi et al. (arXiv:2511.07843), Algorithm 2.
+**Squares released on their own.** A :class:`~opake_lightning.types.SecondMomentNoiseOutput` brings
+an estimate of :math:`g^2` with noise of its own, which takes the place of :math:`\tilde g^2`.
+Nothing has to be subtracted then, but the average can be zero or negative. What it divides is an
+average of gradients too, :math:`n = \sum_k w_k \tilde g_k`, and if :math:`\hat v` is
+:math:`\sum_k u_k s_k` with weights :math:`u_k`, squares :math:`s_k = \tilde g_k^2` of real numbers
+would make
+
+.. math:: n^2 \le K \hat v, \qquad K = \sum_k w_k^2 / u_k
+
+by Cauchy and Schwarz. Where :math:`\hat v` is below :math:`n^2 / K` it has no square root that
+means anything, and :math:`n^2` stands in for it: the coordinate moves by the learning rate. So no
+coordinate moves by more than :math:`\sqrt K` learning rates (7.3 for Adam's defaults), whatever
+the squares are, and with exact squares nothing is changed.
+
+Source: Tang, Lécuyer et al. (arXiv:2312.14334); Chooi et al. (arXiv:2511.07843), Algorithm 2;
+Kalinin et al. (arXiv:2502.06597) for squares released on their own.
+Departs from it: r and the stand-in are ours.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -30,7 +49,41 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["SecondMomentState"]
+from opake_lightning import _check
+
+__all__ = ["Correction", "SecondMomentState", "correction", "possible", "ratio_bound"]
+
+# Rounding must not make exact squares look impossible.
+_SLACK = 0.99
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Whether and how noise is taken off a second moment."""
+
+    on: bool
+    floor: float
+    relative: float
+
+    def least(self, noise: float) -> float:
+        """What a corrected second moment with ``noise`` in it is floored at."""
+        return max(self.floor, self.relative * noise)
+
+
+def correction(*, correct: bool, floor: float, relative_floor: float) -> Correction:
+    """The checked settings of a correction.
+
+    Args:
+        correct: Whether noise is taken off.
+        floor: γ, the least that is left; > 0.
+        relative_floor: r, the least that is left as a share of what was taken off; at least 0.
+    """
+    return Correction(
+        correct,
+        _check.positive("noise_floor", floor),
+        _check.non_negative("noise_floor_relative", relative_floor),
+    )
 
 
 @final
@@ -42,25 +95,85 @@ class SecondMomentState:
         square: Pytree like the parameters: v, before debiasing.
         noise: φ, what noise is expected to have put into every element of ``square``. Kept up
             whether or not the correction is on, so that it can be switched on later.
+        signed: Whether squares that were released on their own, which can be negative, have gone
+            into ``square``.
     """
 
     square: Any
-    noise: float
+    noise: Any
+    signed: bool = False
 
     def step(
-        self, squares: Sequence[Tensor], variance: float, *, keep: float, add: float
+        self,
+        squares: Sequence[Tensor],
+        variance: Any,
+        *,
+        keep: float,
+        add: float,
+        signed: bool = False,
     ) -> SecondMomentState:
-        """``keep`` · old + ``add`` · new, for the squares (in place) and for the noise alike."""
-        for total, new in zip(self.square, squares, strict=True):
-            total.mul_(keep).add_(new, alpha=add)
-        return SecondMomentState(self.square, keep * self.noise + add * variance)
+        """``keep`` · old + ``add`` · new, for the squares (in place) and for the noise alike.
 
-    def denoised(self, *, correct: bool, floor: float, weight: float = 1.0) -> list[Tensor]:
-        """The squares in new tensors: divided by ``weight``, noise taken off if ``correct``."""
-        if not correct or self.noise == 0:
+        The variance, and then the noise, is a number, or flat tensors (changed in place).
+        """
+        _accumulate(self.square, squares, keep, add)
+        if isinstance(self.noise, float):
+            noise: Any = keep * self.noise + add * variance
+        else:
+            noise = self.noise
+            _accumulate(noise, variance, keep, add)
+        return SecondMomentState(self.square, noise, self.signed or signed)
+
+    def denoised(self, correction: Correction, weight: float = 1.0) -> list[Tensor]:
+        """The squares in new tensors: divided by ``weight``, noise taken off if that is on."""
+        if not correction.on or (isinstance(self.noise, float) and not self.noise):
             return [total / weight for total in self.square]
-        # Squares that overflowed stay infinite (no update) where inf - inf would be NaN.
+        if isinstance(self.noise, float):
+            # Squares that overflowed stay infinite (no update) where inf - inf would be NaN.
+            least = correction.least(self.noise / weight)
+            return [
+                total.sub(min(self.noise, torch.finfo(total.dtype).max))
+                .div_(weight)
+                .clamp_(min=min(least, torch.finfo(total.dtype).max))
+                for total in self.square
+            ]
         return [
-            total.sub(min(self.noise, torch.finfo(total.dtype).max)).div_(weight).clamp_(min=floor)
-            for total in self.square
+            total.sub(noise).div_(weight).clamp_(min=correction.floor)
+            for total, noise in zip(self.square, self.noise, strict=True)
         ]
+
+
+def ratio_bound(mean_decay: float, decay: float, n: int, *, debias: bool) -> float:
+    r"""K after ``n`` steps: how much larger than v the square of an average can be.
+
+    Args:
+        mean_decay: Of the debiased average that is squared.
+        decay: Of the average of squares.
+        n: Number of steps, at least 1.
+        debias: Whether the average of squares is debiased.
+    """
+    if decay == 0:
+        return 1.0 if mean_decay == 0 or n == 1 else _LARGEST
+    q = mean_decay**2 / decay
+    terms = float(n)
+    if q != 1:
+        terms = math.expm1(min(n * math.log(q), 700)) / (q - 1) if q else 1.0
+    bound = (1 - mean_decay) ** 2 / (1 - decay) * terms / (1 - mean_decay**n) ** 2
+    return min(bound * (1 - decay**n) if debias else bound, _LARGEST)
+
+
+# Settings with which real squares put hardly any bound still get one: a hundred learning rates.
+_LARGEST = 1e4
+
+
+def possible(squares: list[Tensor], over: Sequence[Tensor], bound: float) -> list[Tensor]:
+    """``squares`` (in place) with the square of ``over`` where theirs is not > that / ``bound``."""
+    for square, n in zip(squares, over, strict=True):
+        stand_in = n * n
+        torch.where(square > stand_in * (_SLACK / bound), square, stand_in, out=square)
+    return squares
+
+
+def _accumulate(totals: Any, news: Any, keep: float, add: float) -> None:
+    for total, new in zip(totals, news, strict=True):
+        total.mul_(keep).add_(new, alpha=add)

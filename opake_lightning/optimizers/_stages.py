@@ -9,25 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
+from torch import Tensor
 
 from opake_lightning import _check
 from opake_lightning._tree import Layout
-from opake_lightning.optimizers._chain import Flow, Stage
-from opake_lightning.optimizers._second_moment import SecondMomentState
+from opake_lightning.optimizers._chain import Flats, Flow, Stage
 from opake_lightning.optimizers.types import MeanState, TraceState
 from opake_lightning.scheduling import ScalarOrSchedule, Schedule, as_schedule
 
 __all__ = [
     "add_decayed_weights",
+    "add_slow_ema",
     "clip_update_rms",
     "ema",
-    "precondition",
+    "interpolated_sign",
     "scale_by_learning_rate",
+    "scale_by_parameter_rms",
     "trace",
 ]
-
-# Below this an eps vanishes in float32, and a coordinate without a gradient becomes 0/0.
-_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def add_decayed_weights(weight_decay: float, *, coupled: bool) -> Stage | None:
@@ -51,6 +50,29 @@ def ema(decay: float) -> Stage:
     return _Ema(_check.fraction("beta1", decay, zero=True, one=False))
 
 
+def add_slow_ema(alpha: Schedule, decay: Schedule) -> Stage:
+    r"""Add :math:`\alpha_t m_t` of a slow average of gradients, which is not debiased.
+
+    Args:
+        alpha: Its weight, as a function of the step (0 at the first).
+        decay: Its decay, likewise, in [0, 1).
+    """
+    return _AddSlowEma(alpha, decay)
+
+
+def interpolated_sign(look: float, decay: float) -> Stage:
+    r"""Lion's direction, :math:`\mathrm{sign}(look\, m + (1 - look)\, g)`.
+
+    Args:
+        look: In [0, 1): weight of the average in the direction.
+        decay: In [0, 1): decay of the average m, which takes g in afterwards.
+    """
+    return _InterpolatedSign(
+        _check.fraction("beta1", look, zero=True, one=False),
+        _check.fraction("beta2", decay, zero=True, one=False),
+    )
+
+
 def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) -> Stage | None:
     r"""SGD's momentum, :math:`b \leftarrow momentum\, b + (1 - dampening)\, g`.
 
@@ -72,37 +94,26 @@ def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) ->
     return _Trace(momentum, dampening, nesterov) if momentum else None
 
 
-def precondition(
-    decay: float,
-    eps: float,
-    *,
-    debias: bool = True,
-    correct: bool = False,
-    floor: float = 1e-6,
-) -> Stage:
-    r"""Divide the direction by :math:`\sqrt{\hat v} + eps`, v an average of squared gradients.
-
-    Args:
-        decay: Of the average, in [0, 1).
-        eps: Added after the square root; > 0.
-        debias: Divide v by :math:`1 - decay^t` first.
-        correct: Subtract from v what noise is expected to have added to it, and floor the result.
-        floor: γ, the least that is left of a corrected v; > 0.
-    """
-    eps = _check.positive("eps", eps)
-    if not eps >= _SMALLEST:
-        raise ValueError(f"eps must be >= {_SMALLEST:.3g}, which is float32's least, got {eps!r}")
-    decay = _check.fraction("beta2", decay, zero=True, one=False)
-    return _Precondition(decay, eps, debias, correct, _check.positive("noise_floor", floor))
-
-
-def clip_update_rms(limit: float | None) -> Stage | None:
-    """Divide the direction by max(1, RMS / ``limit``), RMS being over the whole model.
+def clip_update_rms(limit: float | None, *, per_tensor: bool = False) -> Stage | None:
+    """Divide the direction by max(1, RMS / ``limit``).
 
     Args:
         limit: Largest root mean square that passes unchanged, > 0; None is no stage.
+        per_tensor: Take one root mean square for each tensor, not one for the whole model.
     """
-    return None if limit is None else _ClipUpdateRms(_check.positive("update_rms_clip", limit))
+    if limit is None:
+        return None
+    return _ClipUpdateRms(_check.positive("update_rms_clip", limit), per_tensor)
+
+
+def scale_by_parameter_rms(least: float, why: str = "scale_parameter=True") -> Stage:
+    """Multiply the direction of each tensor by max(``least``, RMS of the parameters in it).
+
+    Args:
+        least: So that a tensor that starts at zero can move; > 0.
+        why: The setting that makes this stage part of the chain, for an error.
+    """
+    return _ScaleByParameterRms(_check.positive("eps[1]", least), why)
 
 
 def scale_by_learning_rate(lr: ScalarOrSchedule) -> Stage:
@@ -130,8 +141,16 @@ class _AddDecayedWeights(Stage):
             torch.add(d, p, alpha=self.weight_decay)
             for d, p in zip(flow.direction, flow.params, strict=True)
         ]
-        gradient = direction if self.coupled else flow.gradient
-        return replace(flow, gradient=gradient, direction=direction), None
+        if not self.coupled:
+            return replace(flow, direction=direction), None
+        square = flow.square
+        if square is not None:
+            # (g + λp)² = g² + λp (2g + λp), of which only g² was released on its own.
+            square = [
+                torch.addcmul(s, p, torch.add(g, d), value=self.weight_decay)
+                for s, p, g, d in zip(square, flow.params, flow.gradient, direction, strict=True)
+            ]
+        return replace(flow, gradient=direction, direction=direction, square=square), None
 
 
 @final
@@ -140,7 +159,7 @@ class _Ema(Stage):
     decay: float
     stateful: ClassVar[bool] = True
 
-    def init(self, layout: Layout) -> MeanState:
+    def init(self, layout: Layout, params: Any) -> MeanState:
         return MeanState(layout.zeros())
 
     def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
@@ -152,13 +171,52 @@ class _Ema(Stage):
 
 @final
 @dataclass(frozen=True, slots=True)
+class _AddSlowEma(Stage):
+    alpha: Schedule
+    decay: Schedule
+    stateful: ClassVar[bool] = True
+
+    def init(self, layout: Layout, params: Any) -> MeanState:
+        return MeanState(layout.zeros())
+
+    def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
+        alpha, decay = self.alpha(flow.step), self.decay(flow.step)
+        for mean, g in zip(state.mean, flow.gradient, strict=True):
+            mean.lerp_(g, 1 - decay)
+        direction = [
+            torch.add(d, mean, alpha=alpha)
+            for d, mean in zip(flow.direction, state.mean, strict=True)
+        ]
+        return replace(flow, direction=direction), state
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _InterpolatedSign(Stage):
+    look: float
+    decay: float
+    stateful: ClassVar[bool] = True
+
+    def init(self, layout: Layout, params: Any) -> MeanState:
+        return MeanState(layout.zeros())
+
+    def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
+        direction: Flats = []
+        for mean, d in zip(state.mean, flow.direction, strict=True):
+            direction.append(torch.lerp(d, mean, self.look).sign_())
+            mean.lerp_(d, 1 - self.decay)
+        return replace(flow, direction=direction), state
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class _Trace(Stage):
     momentum: float
     dampening: float
     nesterov: bool
     stateful: ClassVar[bool] = True
 
-    def init(self, layout: Layout) -> TraceState:
+    def init(self, layout: Layout, params: Any) -> TraceState:
         return TraceState(layout.zeros())
 
     def update(self, flow: Flow, state: TraceState) -> tuple[Flow, TraceState]:
@@ -176,36 +234,17 @@ class _Trace(Stage):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Precondition(Stage):
-    decay: float
-    eps: float
-    debias: bool
-    correct: bool
-    floor: float
-    stateful: ClassVar[bool] = True
-
-    def init(self, layout: Layout) -> SecondMomentState:
-        return SecondMomentState(layout.zeros(), 0.0)
-
-    def update(self, flow: Flow, state: SecondMomentState) -> tuple[Flow, SecondMomentState]:
-        state = state.step(
-            [g * g for g in flow.gradient], flow.variance, keep=self.decay, add=1 - self.decay
-        )
-        weight = 1 - self.decay ** (flow.step + 1) if self.debias else 1.0
-        squares = state.denoised(correct=self.correct, floor=self.floor, weight=weight)
-        direction = [
-            torch.div(d, square.sqrt_().add_(self.eps), out=square)
-            for d, square in zip(flow.direction, squares, strict=True)
-        ]
-        return replace(flow, direction=direction), state
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class _ClipUpdateRms(Stage):
     limit: float
+    per_tensor: bool
 
     def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
+        if self.per_tensor:
+            factors = [
+                (_rms(leaf) / self.limit).clamp_(min=1).reciprocal_()
+                for leaf in flow.layout.views(flow.direction)
+            ]
+            return replace(flow, direction=_scaled(flow, factors)), None
         n = sum(d.numel() for d in flow.direction)
         if not n:
             return flow, None
@@ -214,6 +253,34 @@ class _ClipUpdateRms(Stage):
         # Stays a tensor: a Python number would make the device wait.
         factor = (norm / (n**0.5 * self.limit)).clamp_(min=1)
         return replace(flow, direction=[d / factor.to(d) for d in flow.direction]), None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ScaleByParameterRms(Stage):
+    least: float
+    why: str
+
+    @property
+    def needs_params(self) -> str:
+        return self.why
+
+    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
+        assert flow.params is not None  # the chain has seen to it
+        factors = [_rms(leaf).clamp_(min=self.least) for leaf in flow.layout.views(flow.params)]
+        return replace(flow, direction=_scaled(flow, factors)), None
+
+
+def _rms(leaf: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(leaf) / max(leaf.numel(), 1) ** 0.5
+
+
+def _scaled(flow: Flow, factors: list[Tensor]) -> Flats:
+    """The direction with each leaf multiplied by a factor of its own."""
+    flats = [flat.clone() for flat in flow.direction]
+    for leaf, factor in zip(flow.layout.views(flats), factors, strict=True):
+        leaf.mul_(factor)
+    return flats
 
 
 @final

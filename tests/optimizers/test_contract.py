@@ -13,7 +13,22 @@ import torchopt
 
 from opake_lightning import optimizers
 from opake_lightning.errors import PrivacyError
-from opake_lightning.optimizers import _stages, adam, adamw, sgd
+from opake_lightning.optimizers import (
+    _factored,
+    _precondition,
+    _stages,
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    ademamix,
+    lion,
+    radam,
+    rmsprop,
+    schedule_free,
+    sgd,
+)
 from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.types import ClippedPytree, NoisedPytree
 
@@ -23,13 +38,37 @@ CASES = {
     "adamw": lambda lr=0.1, **more: adamw(
         lr, noise_bias_correction=True, update_rms_clip=1.0, **{"weight_decay": 0.0} | more
     ),
-}
+    "radam": lambda lr=0.1, **more: radam(
+        lr, betas=(0.9, 0.99), noise_bias_correction=True, noise_floor_relative=0.1, **more
+    ),
+    "lion": lambda lr=0.1, **more: lion(lr, **more),
+    "ademamix": lambda lr=0.1, **more: ademamix(
+        lr, betas=(0.9, 0.999, 0.99), alpha_warmup_steps=9, beta3_warmup_steps=9,
+        noise_bias_correction=True, **more,
+    ),
+    "adafactor": lambda lr=0.1, **more: adafactor(
+        lr, noise_bias_correction=True, **more
+    ),
+    "rmsprop": lambda lr=0.1, **more: rmsprop(
+        lr, momentum=0.5, noise_bias_correction=True, **more
+    ),
+    "adagrad": lambda lr=0.1, **more: adagrad(lr, noise_bias_correction=True, **more),
+    "adadelta": lambda lr=0.1, **more: adadelta(
+        lr, eps=0.1, noise_bias_correction=True, **more
+    ),
+    "schedule_free": lambda lr=0.1, **more: schedule_free(
+        adamw(lr, (0.0, 0.999), noise_bias_correction=True, **{"weight_decay": 0.0} | more),
+        weight_power=8.0,
+    ),
+}  # fmt: skip
 all_optimizers = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 
 
 def test_every_optimizer_has_a_case():
     factories = {name for name in optimizers.__all__ if name[0].islower()}
-    assert factories - {"chain", "is_noise_aware", *_stages.__all__} == CASES.keys()
+    rest = {"chain", "is_noise_aware", "average_iterates"}
+    rest.update(_stages.__all__, _precondition.__all__, _factored.__all__)
+    assert factories - rest == CASES.keys()
 
 
 class Pair(NamedTuple):
@@ -76,10 +115,15 @@ def assert_same(first, second):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@all_optimizers
-def test_finds_the_minimum_of_a_bowl(make):
+# What the bowl asks of those whose step is not about the learning rate.
+BOWL_RATES = {"adagrad": 3.0, "adadelta": 1.0, "schedule_free": 0.3}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finds_the_minimum_of_a_bowl(name):
     target = torch.tensor([1.0, -2.0, 3.0])
-    params, optimizer = {"x": torch.zeros(3)}, make(lambda step: 0.1 / (1 + step / 20))
+    rate = BOWL_RATES.get(name, 0.1)
+    params, optimizer = {"x": torch.zeros(3)}, CASES[name](lambda step: rate / (1 + step / 20))
     state = optimizer.init(params)
     for _ in range(600):
         updates, state = optimizer.update({"x": params["x"] - target}, state, params=params)
@@ -103,9 +147,9 @@ def test_structure_and_types_are_those_of_the_parameters(make, dtype):
     assert {x.dtype for x in tensors} == {wide}
 
 
-@all_optimizers
-def test_without_parameters_updates_have_the_gradients_types(make):
-    optimizer = make()
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"schedule_free"}))
+def test_without_parameters_updates_have_the_gradients_types(name):
+    optimizer = CASES[name]()
     gradient = tree(dtype=torch.bfloat16)
     updates, _ = optimizer.update(gradient, optimizer.init(tree()))
     assert {x.dtype for x in leaves(updates)} == {torch.bfloat16}
@@ -134,15 +178,14 @@ def test_arguments_are_not_written_to(make, dtype):
     optimizer, params = make(weight_decay=0.1), tree(dtype=dtype)
     _, state = run(optimizer, params, noised(2))
     gradient = noised(3)[-1]
-    stages = [getattr(s, f) for s in state.values() for f in getattr(s, "__slots__", ())]
-    before = frozen([params, gradient.pytree, [x for x in stages if not isinstance(x, float)]])
+    before = frozen([params, gradient.pytree, state_tensors(state)])
     updates, new = optimizer.update(gradient, state, params=params)
     for leaf in leaves(updates):  # torchopt's transforms write to what they are given
         leaf.add_(1)
     for leaf, version, value in before:
         assert leaf._version == version
         assert torch.equal(leaf, value)
-    assert (state["step"], new["step"]) == (2, 3)
+    assert [getattr(s, "stages", s)["step"] for s in (state, new)] == [2, 3]
 
 
 @all_optimizers
@@ -158,8 +201,20 @@ def test_in_place_equals_pure_bit_for_bit_and_keeps_the_state_where_it_is(make):
     assert all(before is after for before, after in pairs)
 
 
+@all_optimizers
+def test_in_place_updates_leave_the_parameters_alone(make):
+    # One flat tensor is packed without a copy, so a state could end up in the same memory.
+    optimizer, params = make(weight_decay=0.1), torch.ones(4)
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update(torch.ones(4), state, params=params, inplace=True)
+        updates.add_(1)
+    assert params.tolist() == [1.0] * 4
+
+
 def state_tensors(state):
-    fields = [getattr(s, f) for s in state.values() for f in getattr(s, "__slots__", ())]
+    stages = getattr(state, "stages", state).values()
+    fields = [getattr(s, f) for s in stages for f in getattr(s, "__slots__", ())]
     return [x for field in fields for x in leaves(field) if isinstance(x, torch.Tensor)]
 
 
@@ -236,13 +291,13 @@ def test_a_schedule_that_gives_no_rate_is_an_error_that_changes_nothing(make):
     state = optimizer.init(params)
     before = state_dict(state)
     with pytest.raises(ValueError, match="the learning rate at step 0 must be"):
-        optimizer.update(params, state, inplace=True)
+        optimizer.update(params, state, params=params, inplace=True)
     assert_same(state_dict(state), before)
 
 
 @all_optimizers
 def test_composes_with_torchopt(make):
-    params, gradients = tree(), noised(12)
+    params, gradients = tree(), noised(11)
     chained = torchopt.chain(make(), torchopt.transform.scale(0.5))
     assert optimizers.is_noise_aware(chained)
     expected, state = tree(), make().init(params)
@@ -257,21 +312,24 @@ def test_composes_with_torchopt(make):
 
 @all_optimizers
 def test_another_structure_or_state_is_refused(make):
-    optimizer = make()
-    state = optimizer.init({"a": torch.zeros(2)})
+    optimizer, params = make(), {"a": torch.zeros(2)}
+    state = optimizer.init(params)
     with pytest.raises(ValueError, match="structures differ"):
-        optimizer.update({"b": torch.zeros(2)}, state)
+        optimizer.update({"b": torch.zeros(2)}, state, params=params)
     with pytest.raises(ValueError, match=r"a: expected shape \(2,\), got \(3,\)"):
-        optimizer.update({"a": torch.zeros(3)}, state)
+        optimizer.update({"a": torch.zeros(3)}, state, params=params)
+    matrix = {"a": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"a: expected shape \(2, 2\), got \(2, 3\)"):
+        optimizer.update({"a": torch.zeros(2, 3)}, optimizer.init(matrix), params=matrix)
     with pytest.raises(ValueError, match="pass what its own init"):
-        optimizer.update({"a": torch.zeros(2)}, {"step": 0})
+        optimizer.update(params, type(state)({"step": 0}), params=params)
     with pytest.raises(ValueError, match="noise_stddev must be"):
-        optimizer.update(NoisedPytree({"a": torch.zeros(2)}, float("nan")), state)
+        optimizer.update(NoisedPytree(params, float("nan")), state, params=params)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_knows_its_name_and_rate(name):
-    optimizer = getattr(optimizers, name)(lr=0.25)
-    assert optimizer.name == name
+    optimizer = CASES[name](0.25)
+    assert optimizer.name == ("schedule_free(adamw)" if name == "schedule_free" else name)
     assert optimizer.lr(3) == 0.25
     assert name in repr(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opake_lightning.dpsgd.clipping._auto import auto_clipped_grad
 from opake_lightning.dpsgd.clipping._fixed import ClipState, GradFn, clipped_grad
 
-__all__ = ["ClipState", "GradFn", "clipped_grad"]
+__all__ = ["ClipState", "GradFn", "auto_clipped_grad", "clipped_grad"]

@@ -2,27 +2,35 @@ r"""Clipping to a fixed norm.
 
 .. math:: \bar g = \frac{1}{B} \sum_i g_i \min\!\left(1, \frac{C}{\lVert g_i \rVert_2}\right)
 
+With ``second_moment`` the result also carries what the squares of the gradient are released from;
+:doc:`/second_moments` has the two forms and their sensitivities.
+
 Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133). Departs from it: the sum is divided by
 the *expected* batch size, a public constant, never by the number of examples that were drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning._tree import layout_of, unpack
+from opake_lightning._tree import Layout, layout_of, unpack
 from opake_lightning.dpsgd.clipping._batch import examples_of
-from opake_lightning.dpsgd.clipping._vmap import clipped_sum
+from opake_lightning.dpsgd.clipping._vmap import ClippedSum, clipped_sum
 from opake_lightning.errors import PrivacyError
-from opake_lightning.types import ClippedPytree
+from opake_lightning.types import ClippedPytree, SecondMomentClippedPytree
 
-__all__ = ["ClipState", "GradFn", "clipped_grad"]
+__all__ = ["ClipState", "GradFn", "SecondMoment", "clipped_grad", "per_example_grad_fn"]
+
+SecondMoment = Literal["aggregate", "per_example"]
+# Squares of norms in this range, and noise in proportion to them, stay well inside float32.
+_SQUARABLE = (1e-15, 1e15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class ClipState:
 
 
 class GradFn(Protocol):
-    """What :func:`clipped_grad` returns first."""
+    """What :func:`clipped_grad` and :func:`auto_clipped_grad` return first."""
 
     def __call__(self, *args: Any, state: ClipState) -> tuple[Any, ClipState]:
         """Clipped gradient at ``args``, which are the loss function's."""
@@ -54,6 +62,8 @@ def clipped_grad(
     has_aux: bool = False,
     expected_batch_size: float | None = None,
     microbatch_size: int | None = None,
+    second_moment: SecondMoment | bool | None = None,
+    projection_radius: float | None = None,
 ) -> tuple[GradFn, ClipState]:
     """Sum of per-example gradients, each scaled down to an L2 norm of at most ``clipping_norm``.
 
@@ -78,12 +88,20 @@ def clipped_grad(
             Never pass the size of the batch at hand: under Poisson sampling it is private.
         microbatch_size: How many examples are differentiated at once. Bounds memory; the result
             does not depend on it. None chooses so that per-example gradients take 256 MiB.
+        second_moment: Also prepare the release of squared gradients: ``"aggregate"`` (or True) for
+            the square of the whole gradient, ``"per_example"`` for the sum of squares of single
+            examples' clipped gradients, divided by ``expected_batch_size`` once. None (or False)
+            for the gradient alone.
+        projection_radius: With ``"aggregate"``: the aggregate is projected to this L2 norm before
+            it is squared; in units of the returned gradient. None means ``clipping_norm``, and
+            needs an ``expected_batch_size``.
 
     Returns:
         A function and its initial state. ``grads, state = grad_fn(params, batch, state=state)``
         with ``grads`` a :class:`~opake_lightning.types.ClippedPytree` in float32 or wider, or
         ``(grads, aux), state`` with ``has_aux``; aux then has one row per example, and is None for
-        an empty batch.
+        an empty batch. With ``second_moment``, ``grads`` is a
+        :class:`~opake_lightning.types.SecondMomentClippedPytree`.
 
     Raises:
         ValueError: If ``clipping_norm`` is not finite and > 0, or another argument is out of range.
@@ -102,20 +120,49 @@ def clipped_grad(
     bound = _check.positive(
         "clipping_norm", clipping_norm, why="noise is proportional to it; use NonPrivate for none"
     )
+    return per_example_grad_fn(
+        loss_fn,
+        lambda norms: torch.where(norms > bound, bound / norms, 1.0),
+        bound=bound,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        expected_batch_size=expected_batch_size,
+        microbatch_size=microbatch_size,
+        second_moment=second_moment,
+        projection_radius=projection_radius,
+    )
+
+
+def per_example_grad_fn(
+    loss_fn: Callable[..., Any],
+    factors_of: Callable[[Tensor], Tensor],
+    *,
+    bound: float,
+    argnums: int,
+    batch_argnums: int | tuple[int, ...],
+    has_aux: bool,
+    expected_batch_size: float | None,
+    microbatch_size: int | None,
+    second_moment: SecondMoment | bool | None,
+    projection_radius: float | None,
+) -> tuple[GradFn, ClipState]:
+    """The function and state of a rule ``factors_of(norms)`` that keeps norms within ``bound``.
+
+    The arguments are those of :func:`clipped_grad`. ``factors_of`` is asked about norms that are
+    not finite too; what it says then is not used.
+    """
     scale = _check.positive(
         "expected_batch_size", 1.0 if expected_batch_size is None else expected_batch_size
     )
     if microbatch_size is not None:
         _check.positive_int("microbatch_size", microbatch_size)
-    batch_at = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    for position in (argnums, *batch_at):
-        _check.at_least("argnums and batch_argnums", position, 0)
-    if argnums in batch_at or not batch_at:
-        raise PrivacyError(f"argnums={argnums} must differ from batch_argnums={batch_argnums}")
+    batch_at = _batch_positions(argnums, batch_argnums)
+    form = _form_of(second_moment)
+    radius = _radius_of(form, bound, projection_radius, expected_batch_size)
 
-    def factors_of(norms: Tensor) -> Tensor:
-        factors = torch.where(norms > bound, bound / norms, 1.0)
-        return torch.where(norms.isfinite(), factors, 0.0) / scale
+    def divided(by: float) -> Callable[[Tensor], Tensor]:
+        return lambda norms: torch.where(norms.isfinite(), factors_of(norms), 0.0) / by
 
     def grad_fn(*args: Any, state: ClipState) -> tuple[Any, ClipState]:
         if len(args) <= max(argnums, *batch_at):
@@ -135,13 +182,85 @@ def clipped_grad(
             layout.leaves(params),
             layout,
             examples_of(tuple(args[position] for position in batch_at)),
-            factors_of,
+            divided(scale),
             has_aux=has_aux,
             microbatch_size=microbatch_size,
+            # (factor / sqrt(B) * g)^2 = (factor * g)^2 / B
+            square_factors_of=divided(math.sqrt(scale)) if form == "per_example" else None,
         )
         lost = int((~result.norms.isfinite()).sum())
-        grads = ClippedPytree(unpack(result.flats, layout), bound / scale)
+        grads = _clipped(result, layout, bound, scale, radius)
         new_state = replace(state, nonfinite_examples=state.nonfinite_examples + lost)
         return ((grads, result.aux) if has_aux else grads), new_state
 
     return grad_fn, ClipState()
+
+
+def _clipped(
+    result: ClippedSum, layout: Layout, bound: float, scale: float, radius: float | None
+) -> ClippedPytree | SecondMomentClippedPytree:
+    gradient = ClippedPytree(unpack(result.flats, layout), bound / scale)
+    if result.squares is not None:
+        square = ClippedPytree(unpack(result.squares, layout), bound**2 / scale)
+        return SecondMomentClippedPytree(gradient, square=square)
+    if radius is not None:
+        return SecondMomentClippedPytree(gradient, projection_radius=radius)
+    return gradient
+
+
+def _batch_positions(argnums: int, batch_argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+    batch_at = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    for position in (argnums, *batch_at):
+        _check.at_least("argnums and batch_argnums", position, 0)
+    if argnums in batch_at or not batch_at:
+        raise PrivacyError(f"argnums={argnums} must differ from batch_argnums={batch_argnums}")
+    return batch_at
+
+
+def _form_of(second_moment: object) -> SecondMoment | None:
+    if second_moment is None or second_moment is False:
+        return None
+    if second_moment is True or second_moment == "aggregate":
+        return "aggregate"
+    if second_moment == "per_example":
+        return "per_example"
+    raise ValueError(
+        f"second_moment must be 'aggregate', 'per_example' or None, got {second_moment!r}"
+    )
+
+
+def _radius_of(
+    form: SecondMoment | None,
+    bound: float,
+    projection_radius: float | None,
+    expected_batch_size: float | None,
+) -> float | None:
+    """The projection radius of the aggregate form; None for the others."""
+    if projection_radius is not None and form != "aggregate":
+        raise ValueError(
+            f"projection_radius={projection_radius!r} is for second_moment='aggregate' only; "
+            "leave it out"
+        )
+    if form is None:
+        return None
+    if form == "per_example":
+        _require_squarable("clipping_norm", bound)
+        return None
+    if projection_radius is None and expected_batch_size is None:
+        raise ValueError(
+            "second_moment='aggregate' squares the gradient within a ball around zero: pass "
+            "expected_batch_size, so that the ball of radius clipping_norm fits the mean gradient, "
+            "or projection_radius in the units of the sum"
+        )
+    radius = bound if projection_radius is None else projection_radius
+    _require_squarable("projection_radius", _check.positive("projection_radius", radius))
+    return float(radius)
+
+
+def _require_squarable(name: str, norm: float) -> None:
+    least, most = _SQUARABLE
+    if not least <= norm <= most:
+        raise ValueError(
+            f"{name}={norm!r} must be between {least} and {most} for second moments, whose noise "
+            "is proportional to its square; rescale the loss"
+        )

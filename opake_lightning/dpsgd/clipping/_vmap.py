@@ -41,11 +41,13 @@ class ClippedSum:
         flats: The weighted sum of per-example gradients, packed.
         norms: L2 norm of each example's gradient before clipping, float64, shape [B].
         aux: What the loss returned beside the loss, one row per example; None for an empty batch.
+        squares: The weighted sum of their squares, packed; None unless asked for.
     """
 
     flats: list[Tensor]
     norms: Tensor
     aux: Aux
+    squares: list[Tensor] | None = None
 
 
 def clipped_sum(
@@ -57,6 +59,7 @@ def clipped_sum(
     *,
     has_aux: bool,
     microbatch_size: int | None,
+    square_factors_of: Callable[[Tensor], Tensor] | None = None,
 ) -> ClippedSum:
     """Sum over examples of ``factor(norm) * gradient``, without keeping the gradients.
 
@@ -70,10 +73,14 @@ def clipped_sum(
             is not finite.
         has_aux: Whether the loss returns (loss, aux).
         microbatch_size: Examples differentiated at once; None chooses by memory.
+        square_factors_of: Like ``factors_of``, for gradients that are squared before they are
+            summed; None leaves the squares out.
     """
     leaves = [p.detach() for p in params]
     flats = layout.zeros()
     sums = [view.view(-1) for view in layout.views(flats)]
+    squares = layout.zeros() if square_factors_of else None
+    square_sums = [view.view(-1) for view in layout.views(squares)] if squares else []
     size = microbatch_size or max(1, _DEFAULT_ELEMENTS // max(1, sum(p.numel() for p in params)))
     run = _PerExample(loss_of, layout, examples, has_aux=has_aux)
     device = params[0].device if params else torch.device("cpu")
@@ -88,10 +95,12 @@ def clipped_sum(
             for total, gradient in zip(sums, gradients, strict=True):
                 rows_of = gradient.reshape(len(norm), -1).to(total.dtype)
                 total.addmv_(rows_of.t(), factors.to(total.dtype))
+            if square_factors_of:
+                _add_squares(square_sums, gradients, square_factors_of(norm) * divided_by)
             norms.append(norm)
             aux.append(extra)
     joined = torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
-    return ClippedSum(flats, joined, run.rebuild_aux(aux))
+    return ClippedSum(flats, joined, run.rebuild_aux(aux), squares)
 
 
 class _PerExample:
@@ -180,6 +189,13 @@ def _norms(gradients: list[Tensor], rows: int) -> Tensor:
             norm = torch.linalg.vector_norm(block.to(wide(block.dtype)), dim=1, dtype=torch.float64)
             total.addcmul_(norm, norm)
     return total.sqrt_()
+
+
+def _add_squares(sums: list[Tensor], gradients: list[Tensor], factors: Tensor) -> None:
+    """Add the squares of the scaled rows: a squared factor could leave the range of the dtype."""
+    for total, gradient in zip(sums, gradients, strict=True):
+        rows_of = gradient.reshape(len(factors), -1).to(total.dtype)
+        total.add_((rows_of * factors.to(total.dtype)[:, None]).square_().sum(0))
 
 
 def _tame(gradients: list[Tensor], norm: Tensor) -> tuple[Tensor, Tensor]:
