@@ -101,7 +101,7 @@ def layout_of(tree: Any) -> Layout:
 
 
 def pack(tree: Any, layout: Layout) -> list[Tensor]:
-    """The flat tensors behind ``tree``; copied together only where its leaves are not such views."""
+    """The flat tensors behind ``tree``; copied only where its leaves are not views of such."""
     leaves = layout.leaves(tree)
     return [_pack_group([leaves[i] for i in group.members], group) for group in layout.groups]
 

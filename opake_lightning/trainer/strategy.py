@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -90,7 +90,7 @@ class OpakeDDP(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Make the training loader a Poisson loader for this rank."""
-        module = self.lightning_module
+        module = cast("Any", self.lightning_module)
         if module is None or not module.trainer.training or not hasattr(module, "_dp_is_private"):
             return dataloader
         if not module._dp_is_private():
@@ -111,7 +111,7 @@ class OpakeDDP(DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = _Launcher(self, start_method=self._start_method)
+            self._launcher = _Launcher(self, start_method=cast("Any", self._start_method))
 
     @classmethod
     @override

@@ -31,7 +31,10 @@ class Registered:
 
 
 optree.register_pytree_node(
-    Registered, lambda r: ((r.x, r.tag), None), lambda _, c: Registered(*c), namespace=""
+    Registered,
+    lambda r: ((r.x, r.tag), None),
+    lambda _, children: Registered(*children),
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
 
@@ -181,7 +184,10 @@ def test_a_loss_may_drop_the_batch_dimension(loss_fn):
     ("loss_fn", "message"),
     [
         (lambda w, x: x @ w, r"must return \(loss, aux\), got <class 'torch.Tensor'>"),
-        (lambda w, x: (x @ w, {"n": 1}), "aux must hold tensors only, one row per example, got int"),
+        (
+            lambda w, x: (x @ w, {"n": 1}),
+            "aux must hold tensors only, one row per example, got int",
+        ),
     ],
 )
 def test_bad_auxiliary_output_is_refused(loss_fn, message):

@@ -152,3 +152,16 @@ def snapshot(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Both snapshots are equal, bit for bit; names what is not."""
+    assert a.keys() == b.keys()
+    differ = [
+        name
+        for name in a
+        if not (
+            torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name]
+        )
+    ]
+    assert not differ, f"these differ: {differ}"

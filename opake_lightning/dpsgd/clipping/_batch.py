@@ -72,7 +72,7 @@ def examples_of(batch: tuple[Any, ...]) -> Examples:
     Raises:
         ValueError: If there is no tensor, a tensor has no dimensions, or first sizes differ.
     """
-    paths, leaves, treespec = optree.tree_flatten_with_path(batch)
+    paths, leaves, treespec = optree.tree_flatten_with_path(cast("Any", batch))
     if not leaves:
         return Examples(0, (), (), (), treespec)
     slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
