@@ -46,7 +46,7 @@ def count_epoch(trainer: pl.Trainer) -> None:
 
     Lightning takes it for the one before, if the checkpoint was made after that one's last batch.
     """
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     over = epochs.ready == epochs.processed and batches.is_last_batch
     if loop.restarted_mid_epoch and over:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,8 @@ class Run:
         self.state, self.begun = fresh, self.ledger.n_steps
 
     def _use(self, mechanism: Mechanism | NonPrivate, key: RngKey) -> None:
-        assert self._loss_fn is not None and self._optimizer is not None
+        assert self._loss_fn is not None
+        assert self._optimizer is not None
         self.mechanism = mechanism
         self.plan = public_plan(mechanism)
         self._step = mechanism.step(self._loss_fn, self._optimizer, key)
@@ -100,7 +101,9 @@ class Run:
 
     def release(self, batch: Any) -> tuple[Any, Any]:
         """Spend one step on ``batch``: the released gradient, and the loss's auxiliary output."""
-        assert self._step is not None and self.state is not None and self.mechanism is not None
+        assert self._step is not None
+        assert self.state is not None
+        assert self.mechanism is not None
         planned = getattr(self.mechanism, "planned_steps", None)
         if planned is not None and self.ledger.n_steps >= self.begun + planned:
             raise PrivacyError(
@@ -113,19 +116,21 @@ class Run:
 
     def apply(self, released: Any) -> None:
         """Move the parameters, in place."""
-        assert self._step is not None and self.state is not None
+        assert self._step is not None
+        assert self.state is not None
         with torch.no_grad():
             _, self.state = self._step.update(self.params, released, self.state, inplace=True)
 
     def learning_rate(self) -> float | None:
         """Rate that the next update applies; None if the optimizer does not tell."""
-        rate = getattr(self._optimizer, "lr", None)
+        rate: Any = getattr(self._optimizer, "lr", None)
         if rate is None or self.state is None:
             return None
         # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
         state = self.state.optimizer
-        step = state["step"] if isinstance(state, dict) and "step" in state else self.state.step
-        return float(rate(step)) if callable(rate) else float(rate)
+        counted = isinstance(state, dict) and "step" in state
+        step: int = state["step"] if counted else self.state.step
+        return float(cast("float", rate(step) if callable(rate) else rate))
 
     # -- reporting ------------------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class Run:
 
     @classmethod
     def from_public(cls, saved: dict[str, Any]) -> Run:
-        """A module's past, read from a checkpoint without its secrets: a new fit takes a new key."""
+        """A module's past, from a checkpoint without its secrets: a new fit takes a new key."""
         try:
             _check_version(saved)
             ledger = Ledger.from_dict(saved["ledger"])
@@ -165,7 +170,8 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as tensors and plain values. Secret: it holds the key."""
-        assert self.mechanism is not None and self.state is not None
+        assert self.mechanism is not None
+        assert self.state is not None
         return {
             **self.public(),
             "fingerprint": self.mechanism.fingerprint(),
@@ -201,7 +207,8 @@ class Run:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """As :meth:`resume`, for the run without the weights."""
-        assert self.mechanism is not None and self.state is not None
+        assert self.mechanism is not None
+        assert self.state is not None
         _check_version(saved)
         missing = {"ledger", "fingerprint", "optimizer", "begun", "state", "plan"} - saved.keys()
         if missing:
@@ -239,7 +246,7 @@ class Run:
         differ = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
         if not differ:
             return False
-        plan = getattr(self.mechanism, "plan", self.mechanism)
+        plan: Any = getattr(self.mechanism, "plan", self.mechanism)
         if plan.on_changed_plan == "fork":
             return True
         told = [

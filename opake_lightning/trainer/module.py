@@ -178,10 +178,8 @@ class DPMixin:
             self._dp = Run.from_public(checkpoint[_RECORD])
 
     def _dp_on_train_start(self) -> None:
-        trainer = cast("pl.LightningModule", self).trainer
-        count_epoch(trainer)
-        # A resumed epoch has no on_train_epoch_start, so a reload that is due must come before it.
-        trainer.fit_loop.setup_data()
+        count_epoch(cast("pl.LightningModule", self).trainer)
+        # An epoch that is resumed in its middle has no on_train_epoch_start.
         self._dp_on_train_epoch_start()
 
     def _dp_on_train_epoch_start(self) -> None:

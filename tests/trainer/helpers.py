@@ -161,7 +161,9 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
         name
         for name in a
         if not (
-            torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name]
+            torch.equal(a[name], b[name])
+            if isinstance(a[name], torch.Tensor)
+            else a[name] == b[name]
         )
     ]
     assert not differ, f"these differ: {differ}"

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from opake_lightning import CheckpointError, PoissonLoader
+from opake_lightning import CheckpointError, OpakeDDP, PoissonLoader
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adam, adamw, sgd
 from opake_lightning.plan import NonPrivate
@@ -114,7 +115,9 @@ def test_hyperparameters_and_reprs_hold_no_key(tmp_path):
     net = Net()
     fit(net, tmp_path)
     told = f"{net} {net.privacy_spent()} {net.privacy} {net._dp.mechanism} {net._dp.state}"
-    assert not any(str(form) in told for form in forms_of_the_key(net) if isinstance(form, (str, int)))
+    assert not any(
+        str(form) in told for form in forms_of_the_key(net) if isinstance(form, (str, int))
+    )
 
 
 @pytest.mark.parametrize("weights_only_file", [False, True])
@@ -362,6 +365,26 @@ def test_fork_goes_on_with_a_new_key_and_the_old_ledger(field, tmp_path):
         if changed.get("target_epsilon"):
             assert 7.92 < net.privacy_spent().epsilon <= 8.0
     assert len(set(keys.values())) == 3  # two forks of one checkpoint share nothing either
+
+
+class SameOnBothRanks(Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        seen: list[Any] = [None, None]
+        mine = module._dp.state.noise.key.hex(), [p.tolist() for p in module.parameters()]
+        dist.all_gather_object(seen, mine)
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_fork_to_the_same_key(tmp_path):
+    path = saved(Net(), tmp_path)
+    net = Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
+    net.optimizer = adamw  # a lambda could not be sent to another process
+    strategy = OpakeDDP(start_method="spawn")
+    fit(net, tmp_path, ckpt=path, devices=2, strategy=strategy, callbacks=[SameOnBothRanks()])
+    assert net.privacy_spent().n_steps == 8
+    assert net._dp.state.noise.key != key(7)
 
 
 def test_fork_hits_its_target_with_what_is_left(tmp_path):

@@ -70,7 +70,9 @@ def test_state_is_the_next_step_and_not_the_key():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_off_epoch_goes_on_at_the_next_step(workers):
-    loader = PoissonLoader(Points(), 6, key=key(7), num_workers=workers, persistent_workers=workers > 0)
+    loader = PoissonLoader(
+        Points(), 6, key=key(7), num_workers=workers, persistent_workers=workers > 0
+    )
     whole = indices(PoissonLoader(Points(), 6, key=key(7)), epochs=2)
     for batch in loader:
         assert batch[2].tolist() == whole[0]
@@ -80,7 +82,8 @@ def test_a_broken_off_epoch_goes_on_at_the_next_step(workers):
 
 def test_ranks_share_one_draw():
     parts = [
-        indices(PoissonLoader(Points(), 6, key=key(7), rank=rank, world_size=3)) for rank in range(3)
+        indices(PoissonLoader(Points(), 6, key=key(7), rank=rank, world_size=3))
+        for rank in range(3)
     ]
     whole = indices(PoissonLoader(Points(), 6, key=key(7)))
     assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == whole
@@ -120,6 +123,19 @@ def test_augmentations_belong_to_the_step(workers):
     next(iter(PoissonLoader(Noisy(), 6, key=key(7))))
     seed_globals(3)
     assert before == (torch.rand(()), random.random(), np.random.rand())  # noqa: NPY002
+
+
+def test_ranks_augment_differently():
+    class Noisy(Points):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(()), 0, 0
+
+    parts = [
+        next(iter(PoissonLoader(Noisy(), 24, key=key(7), rank=rank, world_size=2)))[0]
+        for rank in range(2)
+    ]
+    assert len(parts[0]) == len(parts[1]) == 12
+    assert not set(parts[0].tolist()) & set(parts[1].tolist())
 
 
 def test_batched_fetching_is_used_where_a_dataset_has_it():
@@ -214,7 +230,10 @@ def _refused() -> dict[str, tuple[DataLoader[Any], str]]:
             DataLoader(data, 6, sampler=RandomSampler(data, replacement=True)),
             "RandomSampler",
         ),
-        "a part": (DataLoader(data, 6, sampler=RandomSampler(data, num_samples=12)), "RandomSampler"),
+        "a part": (
+            DataLoader(data, 6, sampler=RandomSampler(data, num_samples=12)),
+            "RandomSampler",
+        ),
         "no batches": (DataLoader(data, batch_size=None), "batch_size"),
         "too large": (DataLoader(data, batch_size=25), r"batch_size=25 .*\(24 examples\)"),
         "empty": (DataLoader(TensorDataset(torch.zeros(0, 5)), batch_size=6), "dataset is empty"),
@@ -275,7 +294,9 @@ class Records(Dataset[dict[str, Any]]):
 
 
 def collate_records(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    out = torch.utils.data.default_collate([{k: v for k, v in r.items() if k != "text"} for r in rows])
+    out = torch.utils.data.default_collate(
+        [{k: v for k, v in r.items() if k != "text"} for r in rows]
+    )
     return {**out, "text": [row["text"] for row in rows]}
 
 
@@ -342,7 +363,9 @@ def test_an_empty_draw_is_a_step_with_noise(kind, workers, strategy, tmp_path):
         loader = _rare_loader(300, num_workers=workers)
     else:
         loader = DataLoader(Points(300), batch_size=1, num_workers=workers)
-    trainer = make_trainer(tmp_path, max_epochs=1, max_steps=12, strategy=strategy, callbacks=[draws, moves])
+    trainer = make_trainer(
+        tmp_path, max_epochs=1, max_steps=12, strategy=strategy, callbacks=[draws, moves]
+    )
     trainer.fit(net, loader)
     assert draws.seen == {t: _draw(seed, t).tolist() for t in range(12)}
     assert sum(not drawn for drawn in draws.seen.values()) >= 3
@@ -434,7 +457,9 @@ class Weighted(Net):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_an_example_that_is_not_finite_contributes_nothing(value, tmp_path):
-    drawn = [t for t in range(8) if 3 in poisson_indices(key(7), t, n_examples=24, sample_rate=0.25)]
+    drawn = [
+        t for t in range(8) if 3 in poisson_indices(key(7), t, n_examples=24, sample_rate=0.25)
+    ]
     assert drawn
     with_it, without = Weighted(), Weighted()
     without.without = True

@@ -178,7 +178,7 @@ def test_a_finished_trainer_is_named_instead_of_called_open_ended(tmp_path):
     trainer.fit(net, make_loader())  # nothing left to do, as in Lightning
     assert net.privacy_spent().n_steps == 4
     net.privacy = plan(target_epsilon=9.0)
-    with pytest.raises(PrivacyError, match="no step left to make.*max_epochs=1"):
+    with pytest.raises(PrivacyError, match=r"no step left to make.*max_epochs=1"):
         trainer.fit(net, make_loader())
 
 
