@@ -20,7 +20,11 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "layout_of", "leaves_with_paths", "pack", "unpack", "wide"]
+__all__ = ["BATCH_NAMESPACE", "Layout", "layout_of", "leaves_with_paths", "pack", "unpack", "wide"]
+
+
+# Where a container of batches that is not a tuple, list or dict is registered with optree.
+BATCH_NAMESPACE = "opake_lightning"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from opake_lightning import _check
+from opake_lightning._tree import BATCH_NAMESPACE
 from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
@@ -138,7 +139,7 @@ class PoissonLoader:
         for batch in self._loader:
             self.draw = drawn.popleft()
             self.next_step = self.draw.step + 1
-            yield batch if self.draw.size else optree.tree_map(_no_rows, batch)
+            yield batch if self.draw.size else _emptied(batch)
 
     def follow(self, position: Callable[[], tuple[RngKey, int]]) -> None:
         """Take key and step from ``position()`` at the start of every epoch.
@@ -231,6 +232,10 @@ class _SeededDataset:
             if hasattr(self._dataset, "__getitems__"):
                 return self._dataset.__getitems__(list(indices))
             return [self._dataset[index] for index in indices]
+
+
+def _emptied(batch: Any) -> Any:
+    return optree.tree_map(_no_rows, batch, namespace=BATCH_NAMESPACE)
 
 
 def _no_rows(leaf: Any) -> Any:

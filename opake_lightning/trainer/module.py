@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import require_equal
+from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import DPSGD, Mechanism, NonPrivate, Plan
@@ -335,10 +336,12 @@ def _planned_steps(trainer: pl.Trainer) -> int | None:
     Unlike ``trainer.estimated_stepping_batches`` it is right for a second fit with one trainer,
     whose epochs may be of another length.
     """
-    by_steps = None if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+    # A checkpoint brings its own counts, and was calibrated to the fit as a whole.
+    steps, epochs = (0, 0) if trainer.ckpt_path else (trainer.global_step, trainer.current_epoch)
+    by_steps = None if trainer.max_steps == -1 else trainer.max_steps - steps
     if trainer.max_epochs in (None, -1):
         return by_steps if by_steps is None else max(by_steps, 0)
-    by_epochs = (trainer.max_epochs - trainer.current_epoch) * int(trainer.num_training_batches)
+    by_epochs = (trainer.max_epochs - epochs) * int(trainer.num_training_batches)
     return max(by_epochs if by_steps is None else min(by_epochs, by_steps), 0)
 
 
@@ -453,16 +456,9 @@ def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | No
             f"the batch was drawn for step {draw.step if draw else None}, but step {step} comes "
             "next; hand the PoissonLoader to the Trainer as it is"
         )
-    rows = next((len(t) for t in _tensors(batch) if t.dim()), None)
-    if draw.size and rows != draw.size:
+    if draw.size and (rows := examples_of((batch,)).size) != draw.size:
         raise PrivacyError(
             f"the batch has {rows} rows for {draw.size} drawn examples; one row per example is the "
             "unit of privacy, so collate_fn and batch hooks must not add, drop or merge rows"
         )
     return draw.size
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    import optree
-
-    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -34,7 +34,7 @@ optree.register_pytree_node(
     Registered,
     lambda r: ((r.x, r.tag), None),
     lambda _, children: Registered(*children),
-    namespace=optree.registry.__GLOBAL_NAMESPACE,
+    namespace="opake_lightning",
 )
 
 
@@ -65,7 +65,11 @@ def dot(w: Tensor, x: Tensor) -> Tensor:
 def test_any_container_that_optree_knows(batch, get):
     grads, _ = run(lambda w, b: dot(w, get(b)), batch)
     torch.testing.assert_close(grads.pytree, WANT)
-    empty = optree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, batch)
+    empty = optree.tree_map(
+        lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf,
+        batch,
+        namespace="opake_lightning",
+    )
     grads, _ = run(lambda w, b: dot(w, get(b)), empty)
     assert torch.equal(grads.pytree, W)
 

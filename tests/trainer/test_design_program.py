@@ -70,8 +70,9 @@ def test_the_program_runs_as_written(names, tmp_path, monkeypatch):
         assert (module.net.to("cpu")(x).argmax(1) == y).float().mean() > 0.5  # chance is 0.1
 
 
+@pytest.mark.parametrize("again", ["the same trainer", "a new trainer"])
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no:UserWarning")
-def test_its_last_line_continues_bit_for_bit(names, tmp_path, monkeypatch):
+def test_its_last_line_continues_bit_for_bit(again, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     names["saver"] = saver
@@ -83,7 +84,7 @@ def test_its_last_line_continues_bit_for_bit(names, tmp_path, monkeypatch):
 
     (tmp_path / "epoch=0.ckpt").rename("last.ckpt")
     names["loader"] = DataLoader(names["train_set"], batch_size=256, shuffle=True)
-    exec(f"trainer = {line}{RESUME}", names)
+    exec(RESUME if again == "the same trainer" else f"trainer = {line}{RESUME}", names)
     resumed = names["trainer"].lightning_module
     assert resumed is not whole
     assert resumed.privacy_spent() == whole.privacy_spent()
