@@ -25,7 +25,7 @@ from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
 
-__all__ = ["Draw", "PoissonLoader", "poisson_loader"]
+__all__ = ["Draw", "PoissonLoader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PoissonLoader:
     Python's, NumPy's or torch's global generators are made a function of (key, step, rank) too.
 
     A step may draw nothing. It still yields a batch, with the structure and dtypes of a real one
-    and zero rows, and :attr:`draw` says that its size is 0.
+    and zero rows, and ``draw`` says that its size is 0.
 
     Args:
         dataset: A map-style dataset.

@@ -126,7 +126,7 @@ class DPMixin:
 
     @property
     def automatic_optimization(self) -> bool:
-        """Always False: the step is made by ``training_step``."""
+        """False, whatever a base class says; ``training_step`` makes the step."""
         return False
 
     @automatic_optimization.setter

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 from opake_lightning.plan import Mechanism, NonPrivate
 
-__all__ = ["PrivacySpent", "make_delta_legible", "public_plan", "summary"]
+__all__ = ["PrivacySpent"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -64,6 +66,9 @@ class OpakeDDP(DDPStrategy):
         """As DDP, but a single process is no group: it needs no port, and no advice on syncing."""
         if self.num_nodes * self.num_processes > 1:
             super().setup_distributed()
+            # Lightning destroys only NCCL groups; a gloo group that meets the end of the
+            # interpreter now and then aborts it ("terminate called"), after a run that went well.
+            atexit.register(_leave_group)
         else:
             reset_seed()
             self.set_world_ranks()
@@ -130,6 +135,11 @@ class OpakeDDP(DDPStrategy):
                 override=True,
                 start_method=method,
             )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Launcher(_MultiProcessingLauncher):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from opake_lightning import DPSGD, DPModule, OpakeDDP
+from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw
 from opake_lightning.plan import Plan
 from opake_lightning.random import key
@@ -167,3 +168,16 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
         )
     ]
     assert not differ, f"these differ: {differ}"
+
+
+def epsilon_after(steps):
+    event = GaussianEvent(1.0, BATCH_SIZE / N_EXAMPLES)
+    return Ledger().spend(event, steps).epsilon(1e-5)
+
+
+def fit(path, module=None, *, val=False, **kwargs):
+    """Fit, and return the trainer and the module."""
+    module = Net() if module is None else module
+    trainer = make_trainer(path, **kwargs)
+    trainer.fit(module, make_loader(), DataLoader(Points(), 8) if val else None)
+    return trainer, module
