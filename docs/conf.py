@@ -61,6 +61,7 @@ nitpick_ignore_regex = [
         r"|LightningModule|Trainer|Callback|DDPStrategy|TransformInitFn|TransformUpdateFn|optional|True|False|None)",
     ),
     # A private type in a signature says what to pass; it has no page of its own.
+    (r"py:class", r"Run"),
     (r"py:.*", r"opake_lightning\.(\w+\.)*_\w+(\..*)?"),
 ]
 

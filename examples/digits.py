@@ -50,9 +50,7 @@ class Digits(DPModule):
         return F.cross_entropy(self(x), y, reduction="none")
 
     def configure_privacy(self) -> DPSGD:
-        return DPSGD(
-            clipping_norm=1.0, target_epsilon=EPSILON, target_delta=DELTA, key=self.rng
-        )
+        return DPSGD(clipping_norm=1.0, target_epsilon=EPSILON, target_delta=DELTA, key=self.rng)
 
     def configure_optimizers(self) -> GradientTransformation:
         return adamw(lr=0.03, weight_decay=0.0)

@@ -20,7 +20,11 @@ import optree
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "layout_of", "leaves_with_paths", "pack", "unpack", "wide"]
+__all__ = ["BATCH_NAMESPACE", "Layout", "layout_of", "leaves_with_paths", "pack", "unpack", "wide"]
+
+
+# Where a container of batches that is not a tuple, list or dict is registered with optree.
+BATCH_NAMESPACE = "opake_lightning"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -101,7 +105,7 @@ def layout_of(tree: Any) -> Layout:
 
 
 def pack(tree: Any, layout: Layout) -> list[Tensor]:
-    """The flat tensors behind ``tree``; copied together only where its leaves are not such views."""
+    """The flat tensors behind ``tree``; copied only where its leaves are not views of such."""
     leaves = layout.leaves(tree)
     return [_pack_group([leaves[i] for i in group.members], group) for group in layout.groups]
 

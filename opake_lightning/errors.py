@@ -1,4 +1,4 @@
-"""The two errors of this library; every other complaint is a builtin ``ValueError`` or ``TypeError``."""
+"""The two errors of this library; other complaints are ``ValueError`` or ``TypeError``."""
 
 from __future__ import annotations
 

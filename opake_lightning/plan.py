@@ -89,7 +89,10 @@ class DPSGD:
         _check.fraction("target_delta", self.target_delta, zero=False, one=False)
         if self.microbatch_size is not None:
             _check.positive_int("microbatch_size", self.microbatch_size)
-        for name, options in (("engine", ("auto", "vmap")), ("on_changed_plan", ("refuse", "fork"))):
+        for name, options in (
+            ("engine", ("auto", "vmap")),
+            ("on_changed_plan", ("refuse", "fork")),
+        ):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
         if self.key is not None and not isinstance(self.key, RngKey):
@@ -132,6 +135,15 @@ class DPSGD:
             return spent.process + one * planned_steps
 
         assert self.target_epsilon is not None
+        # Calibration aims at the last hundredth of the target, so beyond it there is nothing left;
+        # it would find some enormous noise_multiplier, which trains nothing.
+        before = spent.epsilon(self.target_delta)
+        if not before <= 0.99 * self.target_epsilon:
+            raise PrivacyError(
+                f"target_epsilon={self.target_epsilon} covers all that a module ever spends, and "
+                f"{spent.n_steps} steps have spent ε = {before:.4g} at δ = {self.target_delta:g} "
+                "already; raise target_epsilon to train on, or start from new weights"
+            )
         sigma = calibrate(
             process, target_epsilon=self.target_epsilon, target_delta=self.target_delta
         )
@@ -189,9 +201,7 @@ class Mechanism:
         self, key: RngKey, step: int, *, rank: int = 0, world_size: int = 1
     ) -> NDArray[np.int64]:
         """One rank's share of the examples drawn at ``step``."""
-        drawn = poisson_indices(
-            key, step, n_examples=self.n_examples, sample_rate=self.sample_rate
-        )
+        drawn = poisson_indices(key, step, n_examples=self.n_examples, sample_rate=self.sample_rate)
         return rank_share(drawn, rank=rank, world_size=world_size)
 
     def step(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random as _python_random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,7 +140,9 @@ def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
     """
     stddev = _check.non_negative("stddev", stddev)
     if out.dim() != 1 or out.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}")
+        raise TypeError(
+            f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}"
+        )
     if stddev == 0:
         return out
     blocks = out.split(_BLOCK.get(out.device.type, _BLOCK_ELSEWHERE))
@@ -162,7 +164,7 @@ def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
 
 
 @contextmanager
-def seeded(rng: RngKey, device: torch.device | str = "cpu") -> Iterator[None]:
+def seeded(rng: RngKey, device: torch.device | str = "cpu") -> Generator[None]:
     """Run a block with Python's, NumPy's and torch's global generators started from ``rng``.
 
     Code that is not ours (dropout, a dataset's augmentations) draws from global generators; inside
@@ -190,9 +192,7 @@ def _digest(tag: bytes, rng: bytes, data: int | str) -> int:
     else:
         payload, kind = data.to_bytes((data.bit_length() + 7) // 8 or 1, "big"), b"i"
     message = b"opake_lightning\0" + tag + b"\0" + kind + payload
-    return int.from_bytes(
-        hashlib.blake2b(message, key=rng, digest_size=_BITS // 8).digest(), "big"
-    )
+    return int.from_bytes(hashlib.blake2b(message, key=rng, digest_size=_BITS // 8).digest(), "big")
 
 
 def _mersenne_state(raw: bytes) -> Tensor:

@@ -30,6 +30,10 @@ from opake_lightning.types import NoisedPytree
 
 __all__ = ["Step", "StepState", "mean_grad", "no_noise"]
 
+# One launch for all parameters, as torch.optim does it.
+_foreach_add: Callable[..., list[Tensor]] = cast("Any", torch)._foreach_add
+_foreach_add_: Callable[..., None] = cast("Any", torch)._foreach_add_
+
 
 @dataclass(frozen=True, slots=True)
 class StepState:
@@ -118,12 +122,13 @@ class Step:
         )
         leaves, treespec = optree.tree_flatten(detached)
         moves = cast("list[Tensor]", optree.tree_leaves(updates))
-        if inplace:
-            torch._foreach_add_(leaves, moves)
+        if inplace or not leaves:
+            if leaves:
+                _foreach_add_(leaves, moves)
             moved = params
         else:
             # Updates may be wider than the parameters, which keep their type.
-            sums = torch._foreach_add(leaves, moves)
+            sums = _foreach_add(leaves, moves)
             sums = [new.to(leaf.dtype) for new, leaf in zip(sums, leaves, strict=True)]
             moved = optree.tree_unflatten(treespec, sums)
         return moved, replace(state, optimizer=optimizer)

@@ -67,9 +67,7 @@ def poisson_indices(
     return np.concatenate(found)
 
 
-def rank_share(
-    indices: NDArray[np.int64], *, rank: int, world_size: int
-) -> NDArray[np.int64]:
+def rank_share(indices: NDArray[np.int64], *, rank: int, world_size: int) -> NDArray[np.int64]:
     """The part of one draw that belongs to one rank: every ``world_size``-th index.
 
     Guarantee: the shares of all ranks are disjoint, their union is the draw, and their sizes

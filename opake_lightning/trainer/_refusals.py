@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from opake_lightning.errors import PrivacyError
 from opake_lightning.trainer.data import PoissonLoader
@@ -118,7 +118,7 @@ def check_module(module: nn.Module) -> None:
                 "GroupNorm or LayerNorm, or put it in eval mode with fixed statistics"
             )
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter):
             raise PrivacyError(
                 f"parameter {name} is not initialised yet (lazy module); run one forward pass on "
                 "public or random data before fit"
@@ -151,6 +151,11 @@ def check_loader(loader: Any) -> PoissonLoader:
     """
     if isinstance(loader, PoissonLoader):
         return loader
+    if loader is None:
+        raise PrivacyError(
+            "there is no training loader, so the sample rate is not known: pass one to fit, and "
+            "leave limit_train_batches above 0"
+        )
     if isinstance(loader, (dict, list, tuple)):
         raise PrivacyError(
             f"{len(loader)} training loaders were given; a private run has one, whose draws are "

@@ -5,13 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from opake_lightning.accounting import Ledger
-from opake_lightning.errors import CheckpointError
+from opake_lightning.distributed import world_size
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import Mechanism, NonPrivate
 from opake_lightning.random import RngKey, fold_in, fresh_key
@@ -34,11 +36,19 @@ class Run:
     Attributes:
         ledger: What has been spent, in this process and before.
         state: Key, counters and optimizer state; None before the first fit.
+        begun: How many steps had been spent when this fit began.
     """
 
-    def __init__(self, ledger: Ledger | None = None, plan: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger | None = None,
+        plan: dict[str, Any] | None = None,
+        *,
+        lineage: str = "",
+    ) -> None:
         self.ledger = ledger or Ledger()
         self.state: StepState | None = None
+        self.begun = 0
         self.plan = plan or {}
         self.mechanism: Mechanism | NonPrivate | None = None
         self.params: dict[str, Tensor] = {}
@@ -46,6 +56,9 @@ class Run:
         self._loss_fn: Callable[..., Any] | None = None
         self._step: Step | None = None
         self._optimizer_name = ""
+        # What sets this run apart from an earlier one that may have used the same key.
+        self._lineage = lineage
+        self._weights: tuple[nn.Module, dict[str, Any]] | None = None
 
     # -- preparing a fit ------------------------------------------------------------------------
 
@@ -58,6 +71,8 @@ class Run:
         key: RngKey,
     ) -> None:
         """Get ready for a fit: adopt what the last one left, or start with ``key``."""
+        if self._lineage:
+            key = fold_in(key, self._lineage)
         before, name = self.state, self._optimizer_name
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._optimizer_name = _name_of(optimizer)
@@ -68,10 +83,11 @@ class Run:
             fresh = replace(fresh, noise=before.noise)
             if name == self._optimizer_name:
                 fresh = replace(fresh, optimizer=_adopt(fresh.optimizer, before.optimizer))
-        self.state = fresh
+        self.state, self.begun = fresh, self.ledger.n_steps
 
     def _use(self, mechanism: Mechanism | NonPrivate, key: RngKey) -> None:
-        assert self._loss_fn is not None and self._optimizer is not None
+        assert self._loss_fn is not None
+        assert self._optimizer is not None
         self.mechanism = mechanism
         self.plan = public_plan(mechanism)
         self._step = mechanism.step(self._loss_fn, self._optimizer, key)
@@ -85,23 +101,36 @@ class Run:
 
     def release(self, batch: Any) -> tuple[Any, Any]:
         """Spend one step on ``batch``: the released gradient, and the loss's auxiliary output."""
-        assert self._step is not None and self.state is not None and self.mechanism is not None
+        assert self._step is not None
+        assert self.state is not None
+        assert self.mechanism is not None
+        planned = getattr(self.mechanism, "planned_steps", None)
+        if planned is not None and self.ledger.n_steps >= self.begun + planned:
+            raise PrivacyError(
+                f"the noise was calibrated to {planned} steps, and they have been made; another one"
+                " would spend more than target_epsilon. Start another fit with a larger target"
+            )
         released, aux, state = self._step.release(self.params, batch, self.state, inplace=True)
         self.state, self.ledger = state, self.ledger.spend(self.mechanism.event)
         return released, aux
 
     def apply(self, released: Any) -> None:
         """Move the parameters, in place."""
-        assert self._step is not None and self.state is not None
+        assert self._step is not None
+        assert self.state is not None
         with torch.no_grad():
             _, self.state = self._step.update(self.params, released, self.state, inplace=True)
 
     def learning_rate(self) -> float | None:
         """Rate that the next update applies; None if the optimizer does not tell."""
-        rate = getattr(self._optimizer, "lr", None)
+        rate: Any = getattr(self._optimizer, "lr", None)
         if rate is None or self.state is None:
             return None
-        return float(rate(self.state.step)) if callable(rate) else float(rate)
+        # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
+        state = self.state.optimizer
+        counted = isinstance(state, dict) and "step" in state
+        step: int = state["step"] if counted else self.state.step
+        return float(cast("float", rate(step) if callable(rate) else rate))
 
     # -- reporting ------------------------------------------------------------------------------
 
@@ -121,48 +150,85 @@ class Run:
 
     @classmethod
     def from_public(cls, saved: dict[str, Any]) -> Run:
-        """A module's past, read from a checkpoint without its secrets: a new fit takes a new key."""
+        """A module's past, from a checkpoint without its secrets: a new fit takes a new key."""
         try:
             _check_version(saved)
-            return cls(Ledger.from_dict(saved["ledger"]), dict(saved["plan"]))
+            ledger = Ledger.from_dict(saved["ledger"])
+            # A plan may name its key, and the checkpoint's steps have used that key's noise.
+            lineage = f"after {ledger.to_dict()}" if ledger.n_steps else ""
+            return cls(ledger, dict(saved["plan"]), lineage=lineage)
         except KeyError as missing:
             raise CheckpointError(f"the checkpoint's privacy record lacks {missing}") from None
+
+    def successor(self) -> Run:
+        """A run that has spent nothing and shares no stream with this one."""
+        if self.state is None:
+            return Run(lineage=self._lineage)
+        return Run(lineage=fold_in(self.state.noise.key, f"reset {self.state.step}").hex())
 
     # -- saving and resuming --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as tensors and plain values. Secret: it holds the key."""
-        assert self.mechanism is not None and self.state is not None
+        assert self.mechanism is not None
+        assert self.state is not None
         return {
             **self.public(),
             "fingerprint": self.mechanism.fingerprint(),
             "optimizer": self._optimizer_name,
+            "begun": self.begun,
             "state": state_dict(self.state),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where ``saved`` stopped; nothing changes unless all of it is right.
+    def keep_weights(self, module: nn.Module) -> None:
+        """Remember ``module``'s weights: Lightning loads a checkpoint's before its state."""
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        self._weights = module, weights
+
+    def resume(self, saved: dict[str, Any] | None) -> None:
+        """Go on where ``saved`` stopped; nothing changes, weights included, unless all is right.
 
         Raises:
             CheckpointError: If ``saved`` is incomplete, or of another plan or optimizer; the
                 fields that differ are named.
         """
-        assert self.mechanism is not None and self.state is not None
-        missing = {"ledger", "fingerprint", "optimizer", "state", "plan"} - saved.keys()
+        kept, self._weights = self._weights, None
+        try:
+            if saved is None:
+                raise CheckpointError(
+                    "the checkpoint's optimizer state was not written by opake_lightning, so it "
+                    "holds no ledger and no key; start a new run from its weights"
+                )
+            self.load_state_dict(saved)
+        except Exception:
+            if kept is not None:
+                kept[0].load_state_dict(kept[1])
+            raise
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """As :meth:`resume`, for the run without the weights."""
+        assert self.mechanism is not None
+        assert self.state is not None
+        _check_version(saved)
+        missing = {"ledger", "fingerprint", "optimizer", "begun", "state", "plan"} - saved.keys()
         if missing:
             raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
-        _check_version(saved)
         forked = self._compare(saved)
         state = from_state_dict(self.state, saved["state"], strict=True)
-        ledger = Ledger.from_dict(saved["ledger"])
+        ledger, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
         mechanism = self.mechanism
-        if isinstance(mechanism, Mechanism) and not forked:
-            mechanism = mechanism.with_noise_multiplier(saved["plan"]["noise_multiplier"])
+        if isinstance(mechanism, Mechanism):
+            if forked:
+                mechanism = _replanned(mechanism, ledger, done=ledger.n_steps - begun)
+            elif "noise_multiplier" not in saved["plan"]:
+                raise CheckpointError("the checkpoint's private state lacks its noise_multiplier")
+            else:
+                mechanism = mechanism.with_noise_multiplier(saved["plan"]["noise_multiplier"])
         if forked:
-            key = fold_in(fold_in(state.noise.key, "fork"), secrets.token_hex(16))
-            state = replace(state, noise=replace(state.noise, key=key))
+            key = fold_in(fold_in(state.noise.key, "fork"), _common_token())
+            state, begun = replace(state, noise=replace(state.noise, key=key)), ledger.n_steps
         self._use(mechanism, state.noise.key)
-        self.state, self.ledger = state, ledger
+        self.state, self.ledger, self.begun = state, ledger, begun
 
     def _compare(self, saved: dict[str, Any]) -> bool:
         """Whether to fork; raises if the plans differ and the plan does not allow it."""
@@ -180,7 +246,7 @@ class Run:
         differ = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
         if not differ:
             return False
-        plan = getattr(self.mechanism, "plan", self.mechanism)
+        plan: Any = getattr(self.mechanism, "plan", self.mechanism)
         if plan.on_changed_plan == "fork":
             return True
         told = [
@@ -197,7 +263,7 @@ class Run:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         """A copy that goes on with its own key: two modules must not use the same noise."""
-        copy = Run(self.ledger, dict(self.plan))
+        copy = Run(self.ledger, dict(self.plan), lineage=secrets.token_hex(16))
         copy._optimizer_name = self._optimizer_name
         if self.state is not None:
             noise = replace(self.state.noise, key=fold_in(fresh_key(), self.state.noise.key.hex()))
@@ -210,7 +276,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        kept = ("ledger", "state", "plan", "_optimizer_name")
+        kept = ("ledger", "state", "plan", "begun", "_optimizer_name", "_lineage")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -225,6 +291,26 @@ def _adopt(template: Any, before: Any) -> Any:
         return from_state_dict(template, state_dict(before), strict=True)
     except CheckpointError:
         return template
+
+
+def _replanned(mechanism: Mechanism, spent: Ledger, *, done: int) -> Mechanism:
+    """The mechanism for what is left of a fit after ``done`` steps that another one made."""
+    if mechanism.planned_steps is None:
+        return mechanism
+    return mechanism.plan.resolve(
+        n_examples=mechanism.n_examples,
+        batch_size=mechanism.batch_size,
+        planned_steps=max(mechanism.planned_steps - done, 1),
+        spent=spent,
+    )
+
+
+def _common_token() -> str:
+    """Something never seen before, the same on all ranks."""
+    token = [secrets.token_hex(16)]
+    if world_size() > 1:
+        dist.broadcast_object_list(token)
+    return token[0]
 
 
 def _name_of(optimizer: GradientTransformation) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from opake_lightning import _check
@@ -27,6 +27,7 @@ class PrivacyBudget(pl.Callback):
         self.epsilon = _check.positive("epsilon", epsilon)
         self.delta = _check.fraction("delta", delta, zero=False, one=False)
         self._last_step: int | None = None
+        self._minimum: tuple[int | None, int | None] | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -60,9 +61,23 @@ class PrivacyBudget(pl.Callback):
         """Stop if this was the last step that the budget allows."""
         self._stop_if_spent(trainer, pl_module)
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the trainer its minimum back, for a fit without the budget."""
+        if self._minimum is not None:
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._minimum
+            self._minimum = None
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end."""
+        self.on_train_end(trainer, pl_module)
+
     def _stop_if_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = _run_of(pl_module).ledger.n_steps
-        if self._last_step is None or steps < self._last_step or trainer.should_stop:
+        if self._last_step is None or steps < self._last_step:
             return
         rank_zero_info(
             f"PrivacyBudget: stopping after {steps} steps; another one would spend more than "
@@ -70,8 +85,9 @@ class PrivacyBudget(pl.Callback):
         )
         trainer.should_stop = True
         # A minimum number of epochs or steps must not carry the run past the budget.
-        trainer.fit_loop.min_epochs = 0
-        trainer.fit_loop.epoch_loop.min_steps = None
+        loop = trainer.fit_loop
+        self._minimum = self._minimum or (loop.min_epochs, loop.epoch_loop.min_steps)
+        loop.min_epochs, loop.epoch_loop.min_steps = 0, None
 
 
 def _run_of(module: pl.LightningModule):  # noqa: ANN202 - Run, which this file must not know

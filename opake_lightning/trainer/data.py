@@ -20,11 +20,12 @@ from torch.utils.data import (
 )
 
 from opake_lightning import _check
+from opake_lightning._tree import BATCH_NAMESPACE
 from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
 
-__all__ = ["Draw", "PoissonLoader", "poisson_loader"]
+__all__ = ["Draw", "PoissonLoader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class PoissonLoader:
     Python's, NumPy's or torch's global generators are made a function of (key, step, rank) too.
 
     A step may draw nothing. It still yields a batch, with the structure and dtypes of a real one
-    and zero rows, and :attr:`draw` says that its size is 0.
+    and zero rows, and ``draw`` says that its size is 0.
 
     Args:
         dataset: A map-style dataset.
@@ -84,7 +85,7 @@ class PoissonLoader:
                 "map-style dataset (__getitem__ and __len__)"
             )
         for name in ("batch_sampler", "sampler", "shuffle", "drop_last"):
-            if loader_kwargs.pop(name, None):
+            if loader_kwargs.pop(name, None) not in (None, False):
                 raise PrivacyError(f"PoissonLoader draws its own batches; remove {name}=")
         if not loader_kwargs.pop("in_order", True):
             raise ValueError("PoissonLoader needs in_order=True: a batch belongs to one step")
@@ -104,10 +105,10 @@ class PoissonLoader:
         self.draw: Draw | None = None
         self._key = key
         self._position: Callable[[], tuple[RngKey, int]] | None = None
-        self._drawn: deque[Draw] = deque()
+        self._draws = _Draws(n, self.sample_rate, len(self))
         self._loader: DataLoader[Any] = DataLoader(
             cast("Any", _SeededDataset(dataset)),
-            batch_sampler=cast("Any", _Draws(self)),
+            batch_sampler=cast("Any", self._draws),
             **loader_kwargs,
         )
 
@@ -127,7 +128,6 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch of batches, from :attr:`next_step` on; nothing is drawn before the first."""
-        self._drawn.clear()
         if self._position is not None:
             self._key, self.next_step = self._position()
         if self._key is None:
@@ -135,10 +135,11 @@ class PoissonLoader:
                 "PoissonLoader has no key; pass key=random.key(7) or key=random.fresh_key(), or "
                 "hand the loader to a Trainer with a DPModule, which supplies it"
             )
+        drawn = self._draws.start(self._key, self.next_step, self.rank, self.world_size)
         for batch in self._loader:
-            self.draw = self._drawn.popleft()
+            self.draw = drawn.popleft()
             self.next_step = self.draw.step + 1
-            yield batch if self.draw.size else optree.tree_map(_no_rows, batch)
+            yield batch if self.draw.size else _emptied(batch)
 
     def follow(self, position: Callable[[], tuple[RngKey, int]]) -> None:
         """Take key and step from ``position()`` at the start of every epoch.
@@ -161,19 +162,14 @@ class PoissonLoader:
         """Go on at the step of :meth:`state_dict`."""
         self.next_step = _check.at_least("next_step", state["next_step"], 0)
 
-    def _draws(self) -> Iterator[_Indices]:
-        """Index lists of one epoch, read ahead by the workers; an empty draw stands as [0]."""
-        key, first = cast("RngKey", self._key), self.next_step
-        for step in range(first, first + len(self)):
-            drawn = poisson_indices(
-                key, step, n_examples=self.n_examples, sample_rate=self.sample_rate
-            )
-            mine = rank_share(drawn, rank=self.rank, world_size=self.world_size).tolist()
-            self._drawn.append(Draw(step, len(mine)))
-            stream = fold_in(fold_in(fold_in(key, "augment"), step), self.rank)
-            # A collate function cannot make a batch of nothing, so an empty draw fetches one
-            # example for its structure; its rows are cut off before anyone sees them.
-            yield _Indices(mine or [0], stream)
+    @property
+    def _iterator(self) -> Any:
+        # Lightning looks here for persistent workers to shut down at the end of a fit.
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator
 
 
 class _Indices(list[int]):
@@ -188,16 +184,35 @@ class _Indices(list[int]):
 
 
 class _Draws:
-    """The batch sampler: a thin view of the loader, so that there is one place for its state."""
+    """The batch sampler: index lists of one epoch, read ahead by the workers.
 
-    def __init__(self, loader: PoissonLoader) -> None:
-        self._of = loader
+    It does not know the loader: a cycle would leave worker processes to the garbage collector.
+    """
 
-    def __iter__(self) -> Iterator[_Indices]:
-        return self._of._draws()
+    def __init__(self, n_examples: int, sample_rate: float, length: int) -> None:
+        self._n_examples, self._sample_rate, self._length = n_examples, sample_rate, length
+
+    def start(self, key: RngKey, step: int, rank: int, world_size: int) -> deque[Draw]:
+        """Set where the coming epoch starts, and return the queue of what it will have drawn."""
+        self._key, self._first, self._rank, self._world_size = key, step, rank, world_size
+        self._drawn: deque[Draw] = deque()
+        return self._drawn
 
     def __len__(self) -> int:
-        return len(self._of)
+        return self._length
+
+    def __iter__(self) -> Iterator[_Indices]:
+        drawn, key, rank = self._drawn, self._key, self._rank
+        for step in range(self._first, self._first + self._length):
+            everyones = poisson_indices(
+                key, step, n_examples=self._n_examples, sample_rate=self._sample_rate
+            )
+            mine = rank_share(everyones, rank=rank, world_size=self._world_size).tolist()
+            drawn.append(Draw(step, len(mine)))
+            stream = fold_in(fold_in(fold_in(key, "augment"), step), rank)
+            # A collate function cannot make a batch of nothing, so an empty draw fetches one
+            # example for its structure; its rows are cut off before anyone sees them.
+            yield _Indices(mine or [0], stream)
 
 
 class _SeededDataset:
@@ -217,6 +232,10 @@ class _SeededDataset:
             if hasattr(self._dataset, "__getitems__"):
                 return self._dataset.__getitems__(list(indices))
             return [self._dataset[index] for index in indices]
+
+
+def _emptied(batch: Any) -> Any:
+    return optree.tree_map(_no_rows, batch, namespace=BATCH_NAMESPACE)
 
 
 def _no_rows(leaf: Any) -> Any:

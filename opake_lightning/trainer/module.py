@@ -10,20 +10,23 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import require_equal
-from opake_lightning.errors import PrivacyError
+from opake_lightning.dpsgd.clipping._batch import examples_of
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import DPSGD, Mechanism, NonPrivate, Plan
 from opake_lightning.random import RngKey, fold_in, fresh_key
+from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.optimizer import FunctionalOptimizer
-from opake_lightning.trainer.report import PrivacySpent, summary
+from opake_lightning.trainer.report import PrivacySpent, make_delta_legible, summary
 
 __all__ = ["DPMixin", "DPModule"]
 
@@ -55,8 +58,6 @@ class DPMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
         super().__init_subclass__(**kwargs)
-        if cls.__module__ == __name__:
-            return
         if "training_step" in vars(cls):
             raise PrivacyError(
                 f"{cls.__name__} defines training_step, which belongs to DPModule: it is what makes"
@@ -68,9 +69,9 @@ class DPMixin:
                 f"train without privacy; put the mixin first: class {cls.__name__}(DPMixin, ...)"
             )
         for name, wrap in _WRAPPED.items():
-            hook = getattr(cls, name)
-            if hook is not getattr(DPMixin, name) and not hasattr(hook, "_dp_wrapped"):
-                wrapper = wrap(hook)
+            hook = getattr(cls, name, None)
+            if hook is not None and not hasattr(hook, "_dp_wrapped"):
+                wrapper: Any = functools.wraps(hook)(wrap(name, hook))
                 wrapper._dp_wrapped = True
                 setattr(cls, name, wrapper)
 
@@ -108,7 +109,8 @@ class DPMixin:
         Right only if the coming training data share no person with the data seen so far, or the
         module's weights have been discarded. Nothing else sets the ledger back.
         """
-        self._dp = None
+        if self._dp is not None:
+            self._dp = self._dp.successor()
 
     # -- the one hook nobody can go around ------------------------------------------------------
 
@@ -124,19 +126,15 @@ class DPMixin:
 
     @property
     def automatic_optimization(self) -> bool:
-        """Always False: the step is made by ``training_step``."""
+        """False, whatever a base class says; ``training_step`` makes the step."""
         return False
 
     @automatic_optimization.setter
-    def automatic_optimization(self, automatic: bool) -> None:
-        if automatic:
+    def automatic_optimization(self, automatic_optimization: bool) -> None:
+        if automatic_optimization:
             raise PrivacyError(
                 "automatic_optimization=True would step the optimizer on a raw gradient; remove it"
             )
-
-    def configure_optimizers(self) -> Any:
-        """Wrap what a base class's ``configure_optimizers`` returns."""
-        return _configure(self, super().configure_optimizers())  # type: ignore[misc]
 
     def configure_callbacks(self) -> Any:
         """The first hook of a fit: refuse what can be refused before anything is set up."""
@@ -145,7 +143,7 @@ class DPMixin:
             _refuse_replaced(self)
             if self._dp_is_private():
                 check_trainer(trainer)
-            # Lightning advises to save the weights from before the step; those could not be resumed.
+            # Lightning advises to save the weights from before the step; they could not be resumed.
             warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
         return super().configure_callbacks()  # type: ignore[misc]
 
@@ -158,25 +156,45 @@ class DPMixin:
             )
         super().log(name, *args, **kwargs)  # type: ignore[misc]
 
-    # -- checkpoints ----------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the public record (ledger and plan, no key) beside the weights."""
-        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
-        self._dp_on_save_checkpoint(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the public record over, unless a fit has its own."""
-        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-        self._dp_on_load_checkpoint(checkpoint)
+    # -- run before the hook of the same name, whoever overrides it --------------------------------
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._dp is not None:
             checkpoint[_RECORD] = self._dp.public()
 
     def _dp_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if _RECORD in checkpoint and (self._dp is None or not self._dp.ledger.n_steps):
+        trainer = getattr(self, "_trainer", None)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            if not checkpoint.get("optimizer_states"):
+                raise CheckpointError(
+                    "the checkpoint holds weights only, so the run cannot go on from it: its key, "
+                    "counters and optimizer state are missing. Load it with load_from_checkpoint, "
+                    "which keeps its ledger, and fit without ckpt_path"
+                )
+            settle(checkpoint)
+            # The optimizer's entry brings ledger and plan, once configure_optimizers has made it.
+            self._dp = self._dp or Run()
+            self._dp.keep_weights(cast("nn.Module", self))
+        elif _RECORD in checkpoint and (self._dp is None or not self._dp.ledger.n_steps):
             self._dp = Run.from_public(checkpoint[_RECORD])
+
+    def _dp_on_train_start(self) -> None:
+        count_epoch(cast("pl.LightningModule", self).trainer)
+        # An epoch that is resumed in its middle has no on_train_epoch_start.
+        self._dp_on_train_epoch_start()
+
+    def _dp_on_train_epoch_start(self) -> None:
+        # reload_dataloaders_every_n_epochs makes a new loader, which has no key yet.
+        loader = cast("pl.LightningModule", self).trainer.train_dataloader
+        if isinstance(loader, PoissonLoader) and self._dp is not None:
+            loader.follow(self._dp.position)
+
+    def _dp_on_train_epoch_end(self) -> None:
+        # The last word of a run, also of one that a callback stopped, is the exact value.
+        module = cast("pl.LightningModule", self)
+        if self._dp is not None:
+            shown = {"on_epoch": True, "sync_dist": module.trainer.world_size > 1}
+            self._dp_log_spent(self._dp.ledger.epsilon(self._dp.delta), shown)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -207,7 +225,7 @@ class DPMixin:
 
     def _dp_log(self, run: Run, aux: Any, size: int | None) -> None:
         module = cast("pl.LightningModule", self)
-        trainer = module.trainer
+        trainer = cast("Any", module.trainer)
         # The value that a logger writes, or that is the last of an epoch, is exact; the ones in
         # between may be the (higher) value of a step a little ahead, which costs nothing.
         done = trainer.global_step
@@ -218,9 +236,7 @@ class DPMixin:
         )
         ledger, delta = run.ledger, run.delta
         epsilon = ledger.epsilon(delta) if exact else ledger.epsilon_bound(delta)
-        shown = {"prog_bar": True, "batch_size": 1, "on_step": True, "on_epoch": False}
-        module.log("privacy/epsilon", epsilon, **shown)
-        module.log("privacy/delta", delta, **shown)
+        self._dp_log_spent(epsilon, {"on_step": True, "on_epoch": False})
         if self.log_not_private and aux is not None and size != 0:
             losses, extra = aux
             values = {"loss": losses, **extra}
@@ -229,42 +245,41 @@ class DPMixin:
             dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
             module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
 
+    def _dp_log_spent(self, epsilon: float, when: dict[str, Any]) -> None:
+        module, run = cast("pl.LightningModule", self), cast("Run", self._dp)
+        module.log("privacy/epsilon", epsilon, prog_bar=True, batch_size=1, **when)
+        module.log("privacy/delta", run.delta, prog_bar=True, batch_size=1, **when)
 
-class DPModule(DPMixin, pl.LightningModule):
-    """A LightningModule that trains privately: :class:`DPMixin` and ``LightningModule``."""
 
+def _wrap_configure(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    del name
 
-def _wrap_configure(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def configure_optimizers(self: Any) -> Any:
         return _configure(self, original(self))
 
     return configure_optimizers
 
 
-def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-        self._dp_on_save_checkpoint(checkpoint)
-        original(self, checkpoint)
+def _wrap_before(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        getattr(self, f"_dp_{name}")(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    return on_save_checkpoint
-
-
-def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-        self._dp_on_load_checkpoint(checkpoint)
-        original(self, checkpoint)
-
-    return on_load_checkpoint
+    return hook
 
 
-_WRAPPED: dict[str, Callable[[Callable[..., Any]], Any]] = {
+_WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "configure_optimizers": _wrap_configure,
-    "on_save_checkpoint": _wrap_save,
-    "on_load_checkpoint": _wrap_load,
+    "on_train_start": _wrap_before,
+    "on_save_checkpoint": _wrap_before,
+    "on_load_checkpoint": _wrap_before,
+    "on_train_epoch_start": _wrap_before,
+    "on_train_epoch_end": _wrap_before,
 }
+
+
+class DPModule(DPMixin, pl.LightningModule):
+    """A LightningModule that trains privately: :class:`DPMixin` and ``LightningModule``."""
 
 
 def _configure(module: Any, returned: Any) -> FunctionalOptimizer:
@@ -279,20 +294,26 @@ def _configure(module: Any, returned: Any) -> FunctionalOptimizer:
     trainer = module.trainer
     run = module._dp or Run()
     loader: PoissonLoader | None = None
-    steps = float("inf")
+    steps: int | None = None
     if isinstance(plan, DPSGD):
         check_trainer(trainer)
         check_module(module)
-        steps = trainer.estimated_stepping_batches
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
         loader = check_loader(trainer.train_dataloader)
-        left = None if steps in (float("inf"), -1) else int(steps) - trainer.global_step
+        steps = _planned_steps(trainer)
+        if steps == 0 and plan.target_epsilon is not None:
+            raise PrivacyError(
+                f"the trainer has no step left to make (max_epochs={trainer.max_epochs}, "
+                f"max_steps={trainer.max_steps}), so there is nothing to calibrate noise for; make "
+                "a new Trainer, or raise trainer.fit_loop.max_epochs"
+            )
         mechanism: Mechanism | NonPrivate = plan.resolve(
             n_examples=loader.n_examples,
             batch_size=loader.batch_size,
-            planned_steps=left,
-            spent=run.ledger,
+            planned_steps=steps,
+            # A checkpoint brings its own ledger, and the σ that was calibrated with it.
+            spent=Ledger() if trainer.ckpt_path else run.ledger,
         )
     else:
         mechanism = plan
@@ -304,8 +325,24 @@ def _configure(module: Any, returned: Any) -> FunctionalOptimizer:
         loader.follow(run.position)
     require_equal(_common(run, mechanism, params))
     module._dp = run
+    make_delta_legible(trainer)
     rank_zero_info(summary(mechanism, steps=steps, spent_steps=spent_steps))
     return FunctionalOptimizer(run, params)
+
+
+def _planned_steps(trainer: pl.Trainer) -> int | None:
+    """Steps that this fit will make; None if it has no planned end.
+
+    Unlike ``trainer.estimated_stepping_batches`` it is right for a second fit with one trainer,
+    whose epochs may be of another length.
+    """
+    # A checkpoint brings its own counts, and was calibrated to the fit as a whole.
+    steps, epochs = (0, 0) if trainer.ckpt_path else (trainer.global_step, trainer.current_epoch)
+    by_steps = None if trainer.max_steps == -1 else trainer.max_steps - steps
+    if trainer.max_epochs in (None, -1):
+        return by_steps if by_steps is None else max(by_steps, 0)
+    by_epochs = (trainer.max_epochs - epochs) * int(trainer.num_training_batches)
+    return max(by_epochs if by_steps is None else min(by_epochs, by_steps), 0)
 
 
 def _refuse_replaced(module: Any) -> None:
@@ -313,10 +350,10 @@ def _refuse_replaced(module: Any) -> None:
     for name in ("training_step", "configure_optimizers"):
         if name in vars(module):
             raise PrivacyError(
-                f"{name} was replaced on the {type(module).__name__} object, as torch.compile(module)"
-                " and LightningCLI's --optimizer do; a private run needs the class's own. Compile "
-                "submodules, and return the functional optimizer from the class's "
-                "configure_optimizers"
+                f"{name} was replaced on the {type(module).__name__} object, as "
+                "torch.compile(module) and LightningCLI's --optimizer do; a private run needs the "
+                "class's own. Compile submodules instead, and return the functional optimizer from "
+                "the class's configure_optimizers"
             )
 
 
@@ -325,8 +362,9 @@ def _functional(returned: Any) -> GradientTransformation:
         if len(returned) == 1:
             return _functional(returned[0])
         raise PrivacyError(
-            f"configure_optimizers returned {len(returned)} things; a private run has one functional"
-            " optimizer, and its learning-rate schedule is an argument of it: adamw(lr=schedule)"
+            f"configure_optimizers returned {len(returned)} things; a private run has one "
+            "functional optimizer, and its learning-rate schedule is an argument of it: "
+            "adamw(lr=schedule)"
         )
     if isinstance(returned, dict):
         raise PrivacyError(
@@ -418,16 +456,9 @@ def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | No
             f"the batch was drawn for step {draw.step if draw else None}, but step {step} comes "
             "next; hand the PoissonLoader to the Trainer as it is"
         )
-    rows = next((len(t) for t in _tensors(batch) if t.dim()), None)
-    if draw.size and rows != draw.size:
+    if draw.size and (rows := examples_of((batch,)).size) != draw.size:
         raise PrivacyError(
             f"the batch has {rows} rows for {draw.size} drawn examples; one row per example is the "
             "unit of privacy, so collate_fn and batch hooks must not add, drop or merge rows"
         )
     return draw.size
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    import optree
-
-    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from opake_lightning.errors import CheckpointError
 from opake_lightning.trainer._run import Run
 
 __all__ = ["FunctionalOptimizer"]
@@ -70,12 +69,7 @@ class FunctionalOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: If the state is another optimizer's, or another run's.
         """
-        if "opake_lightning" not in state_dict:
-            raise CheckpointError(
-                "the checkpoint's optimizer state was not written by opake_lightning, so it holds "
-                "no ledger and no key; start a new run from its weights"
-            )
-        self._run.load_state_dict(state_dict["opake_lightning"])
+        self._run.resume(state_dict.get("opake_lightning"))
         self._show_rate()
 
     def _show_rate(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar
 
 from opake_lightning.plan import Mechanism, NonPrivate
 
-__all__ = ["PrivacySpent", "summary"]
+__all__ = ["PrivacySpent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def public_plan(mechanism: Mechanism | NonPrivate) -> dict[str, Any]:
     }
 
 
-def summary(mechanism: Mechanism | NonPrivate, *, steps: float, spent_steps: int) -> str:
+def summary(mechanism: Mechanism | NonPrivate, *, steps: int | None, spent_steps: int) -> str:
     """The start-up lines."""
     if isinstance(mechanism, NonPrivate):
         return "opake_lightning: NonPrivate() run, no clipping and no noise: ε = ∞."
@@ -55,8 +58,11 @@ def summary(mechanism: Mechanism | NonPrivate, *, steps: float, spent_steps: int
         ("expected batch", f"{mechanism.batch_size} of {mechanism.n_examples} examples"),
         ("noise multiplier σ", f"{mechanism.noise_multiplier:.6g}"),
         ("clipping norm C", f"{plan.clipping_norm:g}"),
-        ("noise stddev σC/B", f"{mechanism.noise_multiplier * plan.clipping_norm / mechanism.batch_size:.6g}"),
-        ("planned steps", "open-ended" if steps == float("inf") else f"{int(steps)}"),
+        (
+            "noise stddev σC/B",
+            f"{mechanism.noise_multiplier * plan.clipping_norm / mechanism.batch_size:.6g}",
+        ),
+        ("planned steps", "open-ended" if steps is None else f"{steps}"),
         ("target", f"{target} at δ = {delta:g}"),
         ("engine", "vmap" if plan.engine == "auto" else plan.engine),
     ]
@@ -69,3 +75,11 @@ def summary(mechanism: Mechanism | NonPrivate, *, steps: float, spent_steps: int
             "mechanism that publishes one example outright"
         )
     return "\n".join(["opake_lightning: private run", *lines])
+
+
+def make_delta_legible(trainer: pl.Trainer) -> None:
+    """Show four significant digits in a rich bar, whose three decimals make δ = 1e-5 read 0.000."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == ".3f":
+        # The default theme is one object for all bars, so it is replaced, not changed.
+        bar.theme = replace(bar.theme, metrics_format=".4g")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import io
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -64,6 +66,9 @@ class OpakeDDP(DDPStrategy):
         """As DDP, but a single process is no group: it needs no port, and no advice on syncing."""
         if self.num_nodes * self.num_processes > 1:
             super().setup_distributed()
+            # Lightning destroys only NCCL groups; a gloo group that meets the end of the
+            # interpreter now and then aborts it ("terminate called"), after a run that went well.
+            atexit.register(_leave_group)
         else:
             reset_seed()
             self.set_world_ranks()
@@ -90,7 +95,7 @@ class OpakeDDP(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Make the training loader a Poisson loader for this rank."""
-        module = self.lightning_module
+        module = cast("Any", self.lightning_module)
         if module is None or not module.trainer.training or not hasattr(module, "_dp_is_private"):
             return dataloader
         if not module._dp_is_private():
@@ -111,7 +116,7 @@ class OpakeDDP(DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = _Launcher(self, start_method=self._start_method)
+            self._launcher = _Launcher(self, start_method=cast("Any", self._start_method))
 
     @classmethod
     @override
@@ -130,6 +135,11 @@ class OpakeDDP(DDPStrategy):
                 override=True,
                 start_method=method,
             )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Launcher(_MultiProcessingLauncher):

@@ -89,6 +89,19 @@ def test_what_was_spent_before_counts():
     assert sigma > alone > 1.0
 
 
+# False position alone never gets there: the curve is flat on one side.
+def test_a_history_that_leaves_almost_nothing():
+    past = steps(1.0, 0.01, 1000)
+    run = lambda s: past + steps(s, 0.01, 1000)  # noqa: E731
+    sigma = calibrate(run, target_epsilon=1.84, target_delta=1e-5)
+    assert 0.999 * 1.84 < run(sigma).epsilon_at(1e-5) <= 1.84
+
+
+def test_a_hair_above_the_target_is_above_it():
+    target = steps(1.0).epsilon_at(1e-5) * (1 - 1e-9)
+    assert calibrate(steps, target_epsilon=target, target_delta=1e-5) > 1.0
+
+
 def test_a_history_that_costs_more_than_the_target_is_refused():
     past = steps(1.0, 0.01, 1000)
     with pytest.raises(PrivacyError, match=r"out of reach.*fewer steps"):

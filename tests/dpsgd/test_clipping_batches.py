@@ -31,7 +31,10 @@ class Registered:
 
 
 optree.register_pytree_node(
-    Registered, lambda r: ((r.x, r.tag), None), lambda _, c: Registered(*c), namespace=""
+    Registered,
+    lambda r: ((r.x, r.tag), None),
+    lambda _, children: Registered(*children),
+    namespace="opake_lightning",
 )
 
 
@@ -62,7 +65,11 @@ def dot(w: Tensor, x: Tensor) -> Tensor:
 def test_any_container_that_optree_knows(batch, get):
     grads, _ = run(lambda w, b: dot(w, get(b)), batch)
     torch.testing.assert_close(grads.pytree, WANT)
-    empty = optree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, batch)
+    empty = optree.tree_map(
+        lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf,
+        batch,
+        namespace="opake_lightning",
+    )
     grads, _ = run(lambda w, b: dot(w, get(b)), empty)
     assert torch.equal(grads.pytree, W)
 
@@ -181,7 +188,10 @@ def test_a_loss_may_drop_the_batch_dimension(loss_fn):
     ("loss_fn", "message"),
     [
         (lambda w, x: x @ w, r"must return \(loss, aux\), got <class 'torch.Tensor'>"),
-        (lambda w, x: (x @ w, {"n": 1}), "aux must hold tensors only, one row per example, got int"),
+        (
+            lambda w, x: (x @ w, {"n": 1}),
+            "aux must hold tensors only, one row per example, got int",
+        ),
     ],
 )
 def test_bad_auxiliary_output_is_refused(loss_fn, message):

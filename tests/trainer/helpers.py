@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from opake_lightning import DPSGD, DPModule, OpakeDDP
+from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw
 from opake_lightning.plan import Plan
 from opake_lightning.random import key
@@ -152,3 +153,31 @@ def snapshot(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Both snapshots are equal, bit for bit; names what is not."""
+    assert a.keys() == b.keys()
+    differ = [
+        name
+        for name in a
+        if not (
+            torch.equal(a[name], b[name])
+            if isinstance(a[name], torch.Tensor)
+            else a[name] == b[name]
+        )
+    ]
+    assert not differ, f"these differ: {differ}"
+
+
+def epsilon_after(steps):
+    event = GaussianEvent(1.0, BATCH_SIZE / N_EXAMPLES)
+    return Ledger().spend(event, steps).epsilon(1e-5)
+
+
+def fit(path, module=None, *, val=False, **kwargs):
+    """Fit, and return the trainer and the module."""
+    module = Net() if module is None else module
+    trainer = make_trainer(path, **kwargs)
+    trainer.fit(module, make_loader(), DataLoader(Points(), 8) if val else None)
+    return trainer, module

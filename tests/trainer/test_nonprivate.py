@@ -87,9 +87,7 @@ def ragged_loader():
     ],
     ids=["sgd", "adam", "adamw"],
 )
-def test_equals_plain_lightning_with_the_torch_optimizer(
-    tmp_path, functional, reference, strategy
-):
+def test_equals_plain_lightning_with_the_torch_optimizer(tmp_path, functional, reference, strategy):
     fit = {"max_steps": 50, "max_epochs": -1}
     plain, private = Existing(reference, dropout=0.2), Private(NonPrivate(), functional, 0.2)
     for module, chosen in ((plain, "auto"), (private, strategy)):

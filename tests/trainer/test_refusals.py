@@ -168,6 +168,17 @@ def test_open_ended_run_with_a_target(tmp_path):
     )
 
 
+def test_target_that_is_spent(tmp_path):
+    # Calibrating for what rounding left over would give a noise that trains nothing.
+    module = Net(plan(target_epsilon=3.0))
+    make_trainer(tmp_path).fit(module, make_loader())
+    learned = copy.deepcopy(module.state_dict())
+    with pytest.raises(PrivacyError, match=r"target_epsilon=3\.0 covers all .* 8 steps .*train on"):
+        make_trainer(tmp_path).fit(module, make_loader())
+    assert module.privacy_spent().n_steps == 8
+    assert all(torch.equal(value, learned[name]) for name, value in module.state_dict().items())
+
+
 # -- the data ------------------------------------------------------------------------------------
 
 
@@ -213,7 +224,9 @@ def test_loaders_that_are_no_poisson_draw(tmp_path, loaders, match):
 
 
 def test_ordinary_loader_on_a_single_device_names_both_remedies(tmp_path):
-    refused(tmp_path, r"OpakeDDP\(\)\), which converts it.*or pass\s+PoissonLoader", strategy="auto")
+    refused(
+        tmp_path, r"OpakeDDP\(\)\), which converts it.*or pass\s+PoissonLoader", strategy="auto"
+    )
 
 
 def test_poisson_loader_on_a_single_device_works(tmp_path):
@@ -271,7 +284,7 @@ def test_frozen_batchnorm_is_accepted_and_keeps_its_statistics(tmp_path):
 
 
 def test_training_step_in_a_subclass():
-    with pytest.raises(PrivacyError, match="Mine defines training_step.*per_example_loss"):
+    with pytest.raises(PrivacyError, match=r"Mine defines training_step.*per_example_loss"):
 
         class Mine(DPModule):
             def training_step(self, batch, batch_idx):
@@ -297,7 +310,7 @@ def test_training_step_put_on_the_instance(tmp_path):
 
 def test_automatic_optimization():
     net = Net()
-    with pytest.raises(PrivacyError, match="automatic_optimization=True would step.*remove it"):
+    with pytest.raises(PrivacyError, match=r"automatic_optimization=True would step.*remove it"):
         net.automatic_optimization = True
 
 

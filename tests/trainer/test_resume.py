@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from tests.trainer.helpers import (
     Net,
     Points,
     Validated,
+    assert_same,
     make_loader,
     make_trainer,
     plan,
@@ -36,8 +36,9 @@ from tests.trainer.helpers import (
 # The resuming fits leave out the callbacks that interrupted the first.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
     pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model"),
-    pytest.mark.filterwarnings("ignore:..fit.ckpt_path=.last.. is set, but there is no last"),
+    pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last"),
 ]
 
 N_STEPS = 8  # two epochs of four steps
@@ -107,18 +108,6 @@ def _validated(net: type[Net]) -> type[Net]:
     return type(net.__name__, (Validated, net), {})
 
 
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    differ = [
-        name
-        for name in a
-        if not (
-            torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name]
-        )
-    ]
-    assert not differ
-
-
 def check_resume(case: Case, path: Path, steps: list[int], n_steps: int = N_STEPS) -> None:
     """Resume from the checkpoint after each of ``steps``; compare with the run that made it."""
     whole, drawn = case.fit(path, every_step(path))
@@ -140,6 +129,8 @@ CASES = {
     "validation": Case(val=True, net=lambda: Net(dropout=0.5)),
     "validation_mid_epoch": Case(val=True, val_check_interval=2),
     "target_epsilon": Case(net=lambda: Net(plan(target_epsilon=3.0))),
+    "reloaded": Case(reload_dataloaders_every_n_epochs=1),
+    "reloaded_single_device": Case(reload_dataloaders_every_n_epochs=1, single_device=True),
     "max_steps": Case(max_steps=N_STEPS, max_epochs=-1),
 }
 
@@ -187,9 +178,13 @@ def test_resume_from_epoch_end(when, val, tmp_path):
         if not val and when == "on_validation_end":
             assert not path.exists()
             continue
-        resumed, redrawn = case.fit(tmp_path, ckpt=path)
+        again = tmp_path / "again"
+        resumed, redrawn = case.fit(again, every_step(again), ckpt=path)
         assert redrawn == {t: drawn[t] for t in range(4 * (epoch + 1), 12)}
         assert_same(resumed, whole)
+        if epoch < 2:
+            twice, _ = case.fit(tmp_path, ckpt=again / f"step={4 * epoch + 6}.ckpt")
+            assert_same(twice, whole)
 
 
 def test_resume_from_a_checkpoint_made_by_validation_mid_epoch(tmp_path):
@@ -210,23 +205,12 @@ class Interrupt(Callback):
     """Raises in one hook at one step, as a full disk or an impatient user would."""
 
     def __init__(self, hook: str, step: int) -> None:
-        self.hook, self.step = hook, step
+        def interrupt(trainer: Any, *args: Any) -> None:
+            if trainer.global_step == step and not trainer.sanity_checking:
+                raise RuntimeError("interrupted")
 
-    def _maybe(self, hook: str, step: int) -> None:
-        if (hook, step) == (self.hook, self.step):
-            raise RuntimeError("interrupted")
-
-    def on_train_batch_start(self, trainer, *args):
-        self._maybe("start", trainer.global_step)
-
-    def on_train_batch_end(self, trainer, *args):
-        self._maybe("end", trainer.global_step)
-
-    def on_train_epoch_end(self, trainer, *args):
-        self._maybe("epoch_end", trainer.global_step)
-
-    def on_validation_end(self, trainer, *args):
-        self._maybe("validation_end", trainer.global_step)
+        if hook != "loss":
+            setattr(self, hook, interrupt)
 
 
 class Breaks(Net):
@@ -240,29 +224,34 @@ class Breaks(Net):
         return super().per_example_loss(batch)
 
 
-class SaveOnException(OnExceptionCheckpoint):
-    """Lightning removes the file in teardown, so copy it there."""
+HOOKS = {
+    "on_train_batch_start": [1, 3, 4, 5],
+    "loss": [1, 3, 4, 5],
+    "on_train_batch_end": [1, 3, 4, 5, 8],
+    "on_train_epoch_start": [0, 4],
+    "on_train_epoch_end": [4, 8],
+    "on_validation_start": [4, 8],
+    "on_validation_batch_end": [4, 8],
+    "on_validation_end": [4, 8],
+}
 
-    def teardown(self, trainer, *args, **kwargs):
-        if os.path.exists(self.ckpt_path):
-            os.rename(self.ckpt_path, self.ckpt_path + ".kept")
 
-
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 8])
-@pytest.mark.parametrize("hook", ["start", "loss", "end", "epoch_end", "validation_end"])
+@pytest.mark.parametrize(
+    ("hook", "step"), [(hook, step) for hook, steps in HOOKS.items() for step in steps]
+)
 def test_resume_after_an_exception(hook, step, tmp_path):
-    if hook in ("epoch_end", "validation_end") and step % 4:
-        pytest.skip("the hook runs at the end of an epoch of four steps")
-    if hook in ("start", "loss") and step == N_STEPS:
-        pytest.skip("no step follows the last")
     case = Case(val=True, net=lambda: Breaks(dropout=0.5))
     whole, drawn = case.fit(tmp_path)
     broken = Case(val=True, net=lambda: _breaking(step if hook == "loss" else None))
     with pytest.raises(RuntimeError, match="interrupted"):
-        broken.fit(tmp_path, Interrupt(hook, step), SaveOnException(tmp_path))
-    resumed, redrawn = case.fit(tmp_path, ckpt=tmp_path / "on_exception.ckpt.kept")
+        broken.fit(tmp_path, Interrupt(hook, step), OnExceptionCheckpoint(tmp_path))
+    again = tmp_path / "again"
+    resumed, redrawn = case.fit(again, every_step(again), ckpt=tmp_path / "on_exception.ckpt")
     assert redrawn == {t: drawn[t] for t in range(step, N_STEPS)}
     assert_same(resumed, whole)
+    for second in range(step + 1, N_STEPS):
+        twice, _ = case.fit(tmp_path, ckpt=again / f"step={second}.ckpt")
+        assert_same(twice, whole)
 
 
 def _breaking(step: int | None) -> Breaks:
@@ -271,20 +260,62 @@ def _breaking(step: int | None) -> Breaks:
     return net
 
 
-@pytest.mark.parametrize("step", [2, 4, 7])
+class SaveAfter(Callback):
+    """Saves when Lightning takes the run for finished."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path / "fit-end.ckpt")
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": N_STEPS}])
 @pytest.mark.parametrize("val", [False, True])
-def test_resume_after_a_budget_stop(val, step, tmp_path):
-    # An open-ended run: Lightning takes a stop in mid-epoch for the end of the epoch, so a number
-    # of epochs would be another number of steps.
-    case = Case(max_steps=N_STEPS, max_epochs=-1, val=val)
+@pytest.mark.parametrize("step", [2, 4, 5, 8])
+def test_resume_after_a_stop(step, val, limits, tmp_path):
+    """Lightning takes a stop in mid-epoch for the end of the epoch, and would skip the rest."""
+    case = Case(val=val, net=lambda: Net(dropout=0.5), **limits)
     whole, drawn = case.fit(tmp_path)
-    budget = PrivacyBudget(whole_epsilon(step), delta=1e-5)
-    save = ModelCheckpoint(tmp_path, filename="stop", save_on_train_epoch_end=True)
-    stopped, _ = case.fit(tmp_path, budget, save)
-    assert stopped["n_steps"] == step
-    resumed, redrawn = case.fit(tmp_path, ckpt=tmp_path / "stop.ckpt")
-    assert redrawn == {t: drawn[t] for t in range(step, N_STEPS)}
-    assert_same(resumed, whole)
+    stops = {"budget": {}, "max_steps": {"max_steps": step}}
+    for name, limit in stops.items():
+        budget = PrivacyBudget(whole_epsilon(step), delta=1e-5)
+        save = ModelCheckpoint(tmp_path / name, filename="epoch-end", save_on_train_epoch_end=True)
+        callbacks = [save, SaveAfter(tmp_path / name), *([budget] if name == "budget" else [])]
+        stopped, _ = case.fit(tmp_path, *callbacks, **limit)
+        assert stopped["n_steps"] == step
+        for file in ("epoch-end", "fit-end"):
+            again = tmp_path / name / f"{file}-again"
+            resumed, redrawn = case.fit(
+                again, every_step(again), ckpt=tmp_path / name / f"{file}.ckpt"
+            )
+            assert redrawn == {t: drawn[t] for t in range(step, N_STEPS)}
+            assert_same(resumed, whole)
+            for second in range(step + 1, N_STEPS):
+                twice, _ = case.fit(again, ckpt=again / f"step={second}.ckpt")
+                assert_same(twice, whole)
+
+
+def test_dropout_is_new_at_every_step(tmp_path):
+    """Resumable randomness must not be the same randomness over and over."""
+
+    class Watched(Net):
+        log_not_private = True
+
+    class Losses(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.seen.append(float(trainer.callback_metrics["not_private/loss"]))
+
+    for rate, different in ((0.0, 1), (0.5, N_STEPS)):
+        losses = Losses()
+        net = Watched(dropout=rate, optimizer=lambda: sgd(lr=0.0))
+        trainer = make_trainer(tmp_path, max_epochs=N_STEPS, callbacks=[losses])
+        trainer.fit(net, make_loader(batch_size=len(Points())))  # everyone, at every step
+        assert len(losses.seen) == N_STEPS
+        assert len(set(losses.seen)) == different
 
 
 def whole_epsilon(step: int) -> float:
@@ -310,14 +341,18 @@ def test_three_batches_an_epoch_resumed_twice_is_nine_steps(tmp_path):
     assert_same(end, whole)
 
 
-def test_resume_a_resumed_run(tmp_path):
-    case = Case(net=lambda: Net(dropout=0.5), loader={"num_workers": 2})
+@pytest.mark.parametrize("val", [False, True])
+@pytest.mark.parametrize("first", range(1, N_STEPS))
+def test_resume_a_resumed_run_from_every_step(first, val, tmp_path):
+    """Lightning 2.6 forgets to count an epoch after a resume from its very last batch."""
+    case = Case(val=val, net=lambda: Net(dropout=0.5), max_epochs=2)
     whole, drawn = case.fit(tmp_path, every_step(tmp_path))
     again = tmp_path / "again"
-    case.fit(again, every_step(again), ckpt=tmp_path / "step=3.ckpt", max_epochs=-1, max_steps=6)
-    resumed, redrawn = case.fit(again, ckpt=again / "step=5.ckpt")
-    assert redrawn == {t: drawn[t] for t in range(5, N_STEPS)}
-    assert_same(resumed, whole)
+    case.fit(again, every_step(again), ckpt=tmp_path / f"step={first}.ckpt")
+    for second in range(first + 1, N_STEPS):
+        resumed, redrawn = case.fit(again, ckpt=again / f"step={second}.ckpt")
+        assert redrawn == {t: drawn[t] for t in range(second, N_STEPS)}
+        assert_same(resumed, whole)
 
 
 _CHILD = """

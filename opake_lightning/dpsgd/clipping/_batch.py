@@ -13,6 +13,8 @@ from typing import Any, NoReturn, cast
 import optree
 from torch import Tensor
 
+from opake_lightning._tree import BATCH_NAMESPACE
+
 __all__ = ["Examples", "examples_of"]
 
 
@@ -72,7 +74,9 @@ def examples_of(batch: tuple[Any, ...]) -> Examples:
     Raises:
         ValueError: If there is no tensor, a tensor has no dimensions, or first sizes differ.
     """
-    paths, leaves, treespec = optree.tree_flatten_with_path(batch)
+    paths, leaves, treespec = optree.tree_flatten_with_path(
+        cast("Any", batch), namespace=BATCH_NAMESPACE
+    )
     if not leaves:
         return Examples(0, (), (), (), treespec)
     slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -81,7 +85,7 @@ def examples_of(batch: tuple[Any, ...]) -> Examples:
         raise ValueError(
             f"the batch holds no tensors, only {type(leaves[0]).__name__} at {names[0]}; return "
             "tensors from the collate_fn, in containers that optree knows (tuple, list, dict, "
-            "namedtuple, or a class registered with optree)"
+            f"namedtuple, or a class registered with optree under namespace={BATCH_NAMESPACE!r})"
         )
     tensors = tuple(cast("Tensor", leaves[i]) for i in slots)
     for slot, tensor in zip(slots, tensors, strict=True):

@@ -9,7 +9,7 @@ over 10⁷ numbers reads up to 4e-4 low, and every clipped gradient would exceed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -159,7 +159,7 @@ class _PerExample:
                 f"return a tensor of shape (1,) or (), got {what}; reduce over everything but the "
                 'batch dimension (reduction="none", then .mean(1) over tokens or pixels)'
             )
-        aux_leaves, self._aux_spec = optree.tree_flatten(aux)
+        aux_leaves, self._aux_spec = optree.tree_flatten(cast("Any", aux))
         for leaf in aux_leaves:
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -234,7 +234,7 @@ def _attention(params: tuple[Tensor, ...]) -> Any:
 
 
 @contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Iterator[Callable[[], Any]]:
+def _without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
     """Leave autocast; yields a way to step back into it around the loss."""
     kind = device.type
     enabled = torch.is_autocast_enabled(kind)

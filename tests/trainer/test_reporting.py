@@ -1,0 +1,200 @@
+"""What a run shows: loggers, progress bars, the summary, the metrics."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from opake_lightning import DPModule, NonPrivate, PrivacyBudget
+from opake_lightning.optimizers import sgd
+from opake_lightning.scheduling import cosine_schedule, linear_schedule, with_warmup
+from tests.trainer.helpers import (
+    N_EXAMPLES,
+    Net,
+    epsilon_after,
+    fit,
+    make_loader,
+    make_trainer,
+    plan,
+)
+
+
+class Ramp(DPModule):
+    """The loss is w itself, every example is drawn at every step: the gradient is 1."""
+
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule = schedule
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.moves = []
+
+    def per_example_loss(self, batch):
+        return 0.0 * batch[0].double().sum(1) + self.w
+
+    def configure_privacy(self):
+        return plan(noise_multiplier=0.0)
+
+    def configure_optimizers(self):
+        return sgd(self.schedule)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.before = self.w.item()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.moves.append(self.w.item() - self.before)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        linear_schedule(0.5, 0.1, 8),
+        with_warmup(cosine_schedule(0.5, 0.0, 10), 4),
+        lambda step: 0.5 * 0.1**step,
+    ],
+    ids=["linear", "warm-up", "function"],
+)
+def test_logged_rate_is_the_applied_rate(tmp_path, schedule):
+    module = Ramp(schedule)
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(
+        tmp_path,
+        logger=logger,
+        log_every_n_steps=1,
+        max_steps=10,
+        max_epochs=-1,
+        callbacks=[LearningRateMonitor(logging_interval="step")],
+    )
+    trainer.fit(module, make_loader(batch_size=N_EXAMPLES))
+    logged = [float(row["lr-FunctionalOptimizer"]) for row in rows(logger, "lr-FunctionalOpt")]
+    assert logged == pytest.approx([schedule(step) for step in range(10)], rel=1e-6)
+    assert module.moves == pytest.approx([-rate for rate in logged], rel=1e-6, abs=1e-12)
+
+
+# -- what is logged ------------------------------------------------------------------------------
+
+
+def rows(logger, column):
+    logger.save()
+    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    name = next(key for key in found[0] if key.startswith(column))
+    return [row for row in found if row[name]]
+
+
+def test_loggers_get_the_epsilon_of_their_step(tmp_path):
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
+    fit(tmp_path, logger=loggers, log_every_n_steps=3, max_epochs=3)
+    written = rows(loggers[0], "privacy/epsilon")
+    steps = [int(row["step"]) + 1 for row in written]
+    assert {3, 6, 9, 12} <= set(steps)
+    for row, n in zip(written, steps, strict=True):
+        assert float(row["privacy/epsilon"]) == pytest.approx(epsilon_after(n), rel=1e-6)
+        assert float(row["privacy/delta"]) == pytest.approx(1e-5)
+    events = EventAccumulator(loggers[1].log_dir).Reload()
+    for event in events.Scalars("privacy/epsilon"):
+        assert event.value == pytest.approx(epsilon_after(event.step + 1), rel=1e-6)
+
+
+class StopAt(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == self.step
+
+
+class EpsilonNeverLow(pl.Callback):
+    """What the bars show may be above what was spent, never below."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        shown = trainer.callback_metrics["privacy/epsilon"].item()
+        assert shown >= pl_module.privacy_spent().epsilon * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": -1, "max_steps": 7},
+        {"max_epochs": 40, "callbacks": [StopAt(37)]},
+        {"max_epochs": 40, "callbacks": [PrivacyBudget(5.0, 1e-5)]},
+        {"max_epochs": 2, "limit_train_batches": 3},
+    ],
+    ids=["epochs", "steps", "stopped", "budget", "limit"],
+)
+def test_metrics_after_fit_are_what_was_spent(tmp_path, how):
+    callbacks = [*how.get("callbacks", []), EpsilonNeverLow()]
+    trainer, net = fit(tmp_path, **{**how, "callbacks": callbacks})
+    spent = net.privacy_spent()
+    assert trainer.callback_metrics["privacy/epsilon"].item() == pytest.approx(spent.epsilon)
+    assert trainer.callback_metrics["privacy/delta"].item() == pytest.approx(spent.delta)
+
+
+@pytest.mark.parametrize(
+    ("bar", "shown"),
+    [
+        (TQDMProgressBar, r"privacy/epsilon=\d\.\d+, privacy/delta=1e-5"),
+        (RichProgressBar, r"privacy/epsilon: \d\.\d+\s+privacy/delta: 1e-05"),
+    ],
+)
+def test_progress_bars_show_epsilon_and_delta(tmp_path, capsys, monkeypatch, bar, shown):
+    monkeypatch.setenv("COLUMNS", "200")
+    fit(tmp_path, enable_progress_bar=True, callbacks=[bar()])
+    terminal = "".join(capsys.readouterr())
+    assert re.search(shown, terminal), terminal[-500:]
+
+
+def test_summary_names_the_numbers_of_the_run(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        _, net = fit(tmp_path, Net(plan(target_epsilon=3.0, clipping_norm=0.5)))
+    assert "each of 24 examples with rate 0.25, 6 expected per step" in caplog.text
+    lines = re.findall(r"^  (.+?)  +(.+)$", caplog.text, re.MULTILINE)
+    sigma = net.privacy_spent().plan["noise_multiplier"]
+    assert dict(lines) == {
+        "sample rate q": "0.25",
+        "expected batch": "6 of 24 examples",
+        "noise multiplier σ": f"{sigma:.6g}",
+        "clipping norm C": "0.5",
+        "noise stddev σC/B": f"{sigma * 0.5 / 6:.6g}",
+        "planned steps": "8",
+        "target": "ε = 3 at δ = 1e-05",
+        "engine": "vmap",
+    }
+
+
+class Auxiliary(Net):
+    def per_example_loss(self, batch):
+        loss = super().per_example_loss(batch)
+        return loss, {"hit": (self(batch[0]).argmax(1) == batch[1]).float()}
+
+
+@pytest.mark.parametrize("privacy", [plan(), NonPrivate()], ids=["DPSGD", "NonPrivate"])
+def test_nothing_without_noise_is_logged_unless_asked_for(tmp_path, privacy):
+    trainer, _ = fit(tmp_path, Auxiliary(privacy), max_epochs=1)
+    assert trainer.callback_metrics.keys() == {"privacy/epsilon", "privacy/delta"}
+
+    module = Auxiliary(privacy)
+    module.log_not_private = True
+    trainer, _ = fit(tmp_path, module, max_epochs=1)
+    assert trainer.callback_metrics.keys() - {"privacy/epsilon", "privacy/delta"} == {
+        "not_private/loss",
+        "not_private/hit",
+        "not_private/nonfinite_examples",
+    }
+    assert 0.1 < trainer.callback_metrics["not_private/loss"] < 3.0
+
+
+# -- the rest of the trainer ---------------------------------------------------------------------

@@ -1,0 +1,222 @@
+"""One module, several fits: noise and ledger go on; only reset_privacy sets them back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from opake_lightning import PoissonLoader, PrivacyError
+from opake_lightning.accounting import GaussianEvent, Ledger
+from opake_lightning.optimizers import adamw, sgd
+from opake_lightning.plan import NonPrivate
+from opake_lightning.random import key
+from opake_lightning.scheduling import linear_schedule
+from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
+
+
+def still(privacy: Any = None) -> Net:
+    """A module whose parameters are 0 and whose loss is flat: an update is nothing but noise."""
+    return Flat(privacy or plan(), lambda: sgd(lr=1.0))
+
+
+class Flat(Net):
+    def per_example_loss(self, batch: Any) -> torch.Tensor:
+        return 0.0 * super().per_example_loss(batch)
+
+
+def noise_of_fit(net: Net, path: Any, n: int = 24, batch_size: int = 6) -> list[torch.Tensor]:
+    """Fit for one epoch; the noise that each step added, in units of σ·C."""
+    seen: list[torch.Tensor] = []
+
+    before = torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            nonlocal before
+            now = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+            seen.append((before - now) * batch_size)
+            before = now
+
+    trainer = make_trainer(path, max_epochs=1, callbacks=[Watch()])
+    trainer.fit(net, make_loader(Points(n), batch_size=batch_size))
+    return seen
+
+
+def reused(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return any(torch.allclose(x, y, atol=1e-4) for x in a for y in b)
+
+
+def test_three_fits_compose_and_never_repeat_noise(tmp_path):
+    net = still()
+    fits = [noise_of_fit(net, tmp_path, *sizes) for sizes in [(24, 6), (24, 6), (30, 10)]]
+    assert [len(fit) for fit in fits] == [4, 4, 3]
+    assert not reused(fits[0], fits[1])
+    assert not reused(fits[0] + fits[1], fits[2])
+    expected = Ledger().spend(GaussianEvent(1.0, 0.25), 8).spend(GaussianEvent(1.0, 1 / 3), 3)
+    assert net._dp.ledger == expected
+    assert net._dp.state.noise.step == 11
+    spent = net.privacy_spent()
+    assert (spent.n_steps, spent.epsilon) == (11, expected.epsilon(1e-5))
+
+
+def test_the_same_noise_is_recognised(tmp_path):
+    """The other tests would pass on anything if ``reused`` never said yes."""
+    a, b = noise_of_fit(still(), tmp_path), noise_of_fit(still(), tmp_path)
+    assert reused(a, b)
+    assert not reused(a, noise_of_fit(still(plan(key=key(8))), tmp_path))
+
+
+def test_reset_privacy_zeroes_the_ledger_and_takes_another_key(tmp_path):
+    net = still()
+    first = noise_of_fit(net, tmp_path)
+    net.reset_privacy()
+    assert net.privacy_spent().n_steps == 0
+    assert net.privacy_spent().epsilon == 0
+    second = noise_of_fit(net, tmp_path)
+    net.reset_privacy()
+    net.reset_privacy()
+    third = noise_of_fit(net, tmp_path)
+    # The plan names its key, and still each fit on what may be other data has its own noise.
+    assert not reused(first, second)
+    assert not reused(first + second, third)
+    assert net.privacy_spent().n_steps == 4
+
+
+def test_reset_privacy_of_a_new_module_changes_nothing(tmp_path):
+    net = still()
+    net.reset_privacy()
+    assert reused(noise_of_fit(net, tmp_path), noise_of_fit(still(), tmp_path))
+
+
+def test_a_deep_copy_goes_on_counting_with_its_own_noise(tmp_path):
+    net = still()
+    noise_of_fit(net, tmp_path)
+    twin = copy.deepcopy(net)
+    assert twin.privacy_spent() == net.privacy_spent()
+    mine, its = noise_of_fit(net, tmp_path), noise_of_fit(twin, tmp_path)
+    assert not reused(mine, its)
+    assert net.privacy_spent().n_steps == twin.privacy_spent().n_steps == 8
+
+
+def test_weights_from_a_checkpoint_do_not_bring_back_its_noise(tmp_path):
+    net = still()
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(net, make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    first = noise_of_fit(still(), tmp_path)  # what that fit used
+    loaded = Flat.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.privacy, loaded.optimizer = plan(), lambda: sgd(lr=1.0)
+    assert loaded.privacy_spent().n_steps == 4
+    assert not reused(first, noise_of_fit(loaded, tmp_path))
+    assert loaded.privacy_spent().n_steps == 8
+    twin = Flat.load_from_checkpoint(tmp_path / "a.ckpt")
+    twin.privacy, twin.optimizer = plan(), lambda: sgd(lr=1.0)
+    assert not reused(noise_of_fit(copy.deepcopy(twin), tmp_path), noise_of_fit(twin, tmp_path))
+
+
+def test_optimizer_state_is_adopted_only_by_the_same_optimizer(tmp_path):
+    net = Net(optimizer=lambda: adamw(lr=0.01))
+    for _ in range(2):
+        make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    assert net._dp.state.optimizer["step"] == 8
+    net.optimizer = lambda: sgd(lr=linear_schedule(1.0, 0.0, 10))
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(net, make_loader())
+    assert net._dp.state.optimizer["step"] == 4
+    assert net._dp.state.noise.step == 12
+    # What LearningRateMonitor shows is what the next update applies.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.6)
+
+
+def test_target_epsilon_counts_what_was_spent_before(tmp_path):
+    net = Net(plan(noise_multiplier=2.0))
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    before = net.privacy_spent().epsilon
+    net.privacy = plan(target_epsilon=3.0)
+    make_trainer(tmp_path, max_epochs=2).fit(net, make_loader())
+    spent = net.privacy_spent()
+    assert 0 < before < 2.97 < spent.epsilon <= 3.0
+    assert spent.n_steps == 12
+    (_, four), (event, eight) = net._dp.ledger.process.segments
+    assert (four, eight) == (4, 8)
+    assert event.noise_multiplier == spent.plan["noise_multiplier"]
+
+
+def test_target_epsilon_already_spent_is_refused_before_a_step(tmp_path):
+    net = Net()
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    weights = copy.deepcopy(net.state_dict())
+    net.privacy = plan(target_epsilon=1.0)
+    with pytest.raises(PrivacyError, match=r"target_epsilon=1\.0"):
+        make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    assert net.privacy_spent().n_steps == 4
+    torch.testing.assert_close(net.state_dict(), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(24, 12), (24, 8), (24, 4), (24, 6)])
+def test_one_trainer_twice_hits_the_target_whatever_the_length_of_an_epoch(n, batch_size, tmp_path):
+    """Lightning's own estimate takes the first fit's epochs for as long as the second's."""
+    net = Net(plan(noise_multiplier=3.0))
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(net, make_loader())
+    net.privacy = plan(target_epsilon=3.0)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(net, make_loader(Points(n), batch_size=batch_size))
+    spent = net.privacy_spent()
+    assert spent.n_steps == 8 + 2 * (n // batch_size)
+    assert 2.97 < spent.epsilon <= 3.0
+
+
+def test_a_finished_trainer_is_named_instead_of_called_open_ended(tmp_path):
+    net = Net()
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(net, make_loader())
+    trainer.fit(net, make_loader())  # nothing left to do, as in Lightning
+    assert net.privacy_spent().n_steps == 4
+    net.privacy = plan(target_epsilon=9.0)
+    with pytest.raises(PrivacyError, match=r"no step left to make.*max_epochs=1"):
+        trainer.fit(net, make_loader())
+
+
+def test_no_step_goes_beyond_the_plan(tmp_path):
+    class OneMoreEpoch(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.fit_loop.max_epochs = 3
+
+    net = Net(plan(target_epsilon=3.0))
+    with pytest.raises(PrivacyError, match="calibrated to 8 steps"):
+        make_trainer(tmp_path, callbacks=[OneMoreEpoch()]).fit(net, make_loader())
+    assert net.privacy_spent().n_steps == 8
+    assert net.privacy_spent().epsilon <= 3.0
+
+
+def test_private_after_non_private_stays_infinite(tmp_path):
+    net = Net(NonPrivate())
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    net.privacy = plan()
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    assert net.privacy_spent().epsilon == float("inf")
+    assert net.privacy_spent().n_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loader"),
+    [("opake_ddp", make_loader), ("auto", lambda: PoissonLoader(Points(), 6))],
+    ids=["opake_ddp", "single device"],
+)
+def test_reloaded_loaders_go_on_where_the_last_one_stopped(tmp_path, strategy, loader):
+    class Loads(Net):
+        def train_dataloader(self):
+            return loader()
+
+        def on_train_epoch_start(self):
+            """Overridden without super(), which must not matter."""
+
+    once, every = Net(), Loads()
+    make_trainer(tmp_path).fit(once, make_loader())
+    make_trainer(tmp_path, strategy=strategy, reload_dataloaders_every_n_epochs=1).fit(every)
+    torch.testing.assert_close(once.state_dict(), every.state_dict(), rtol=0, atol=0)
