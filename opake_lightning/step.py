@@ -24,9 +24,10 @@ from torch import Tensor
 
 from opake_lightning.distributed import sum_gradients, world_size
 from opake_lightning.dpsgd.noise import NoiseState
+from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation, is_noise_aware
 from opake_lightning.random import fold_in, seeded
-from opake_lightning.types import NoisedPytree
+from opake_lightning.types import NoisedPytree, SecondMomentNoiseOutput
 
 __all__ = ["Step", "StepState", "mean_grad", "no_noise"]
 
@@ -115,8 +116,15 @@ class Step:
         With ``inplace=True`` the parameters and the optimizer's state are overwritten.
         """
         detached = optree.tree_map(_detached, params)
-        if isinstance(released, NoisedPytree) and not is_noise_aware(self.optimizer):
-            released = released.pytree
+        if not is_noise_aware(self.optimizer):
+            if isinstance(released, SecondMomentNoiseOutput):
+                raise PrivacyError(
+                    "the optimizer is not one of this library's, so it cannot use the private "
+                    "second moment that was paid for; take adam, adamw, ademamix, radam, rmsprop "
+                    "or adadelta, or leave second_moment out"
+                )
+            if isinstance(released, NoisedPytree):
+                released = released.pytree
         updates, optimizer = self.optimizer.update(
             released, state.optimizer, params=detached, inplace=inplace
         )

@@ -29,7 +29,11 @@ from opake_lightning.optimizers._precondition import (
 )
 from opake_lightning.optimizers._radam import radam
 from opake_lightning.optimizers._rmsprop import adadelta, adagrad, rmsprop
-from opake_lightning.optimizers._schedule_free import average_iterates, schedule_free
+from opake_lightning.optimizers._schedule_free import (
+    average_iterates,
+    evaluation_params,
+    schedule_free,
+)
 from opake_lightning.optimizers._sgd import sgd
 from opake_lightning.optimizers._stages import (
     add_decayed_weights,
@@ -57,6 +61,7 @@ __all__ = [
     "chain",
     "clip_update_rms",
     "ema",
+    "evaluation_params",
     "factored_precondition",
     "interpolated_sign",
     "is_noise_aware",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 
@@ -15,7 +15,7 @@ from opake_lightning.optimizers._stages import scale_by_learning_rate
 from opake_lightning.optimizers.types import AverageState, ScheduleFreeState
 from opake_lightning.scheduling import with_warmup
 
-__all__ = ["average_iterates", "schedule_free"]
+__all__ = ["average_iterates", "evaluation_params", "schedule_free"]
 
 
 def schedule_free(
@@ -99,6 +99,27 @@ def schedule_free(
     return NoiseAwareTransformation(
         parts.init, parts.update, name=inner.name, lr=inner.lr, stages=inner.stages
     )
+
+
+def evaluation_params(state: Any) -> Any:
+    """The parameters to evaluate and publish, if they are not the ones that are trained.
+
+    Args:
+        state: State of any optimizer, also of a ``torchopt.chain`` that begins with one of ours.
+
+    Returns:
+        The averaged parameters x of a :func:`schedule_free` optimizer; None for any other.
+
+    >>> import torch
+    >>> from opake_lightning.optimizers import sgd
+    >>> evaluation_params(schedule_free(sgd(lr=0.1)).init(torch.ones(1)))
+    tensor([1.])
+    >>> evaluation_params(sgd(lr=0.1).init(torch.ones(1))) is None
+    True
+    """
+    if isinstance(state, tuple) and state:
+        return evaluation_params(cast("tuple[Any, ...]", state)[0])
+    return state.x if isinstance(state, ScheduleFreeState) else None
 
 
 def average_iterates(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.optimizers import GradientTransformation
+from opake_lightning.optimizers import GradientTransformation, evaluation_params
+from opake_lightning.optimizers.types import ScheduleFreeState
 from opake_lightning.plan import Mechanism, NonPrivate
 from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.serialization import from_state_dict, state_dict
@@ -59,6 +60,8 @@ class Run:
         # What sets this run apart from an earlier one that may have used the same key.
         self._lineage = lineage
         self._weights: tuple[nn.Module, dict[str, Any]] | None = None
+        # The weights to train on, while the module shows the ones to publish.
+        self._parked: dict[str, Tensor] | None = None
 
     # -- preparing a fit ------------------------------------------------------------------------
 
@@ -81,9 +84,22 @@ class Run:
         fresh = self._step.init(params)
         if before is not None:
             fresh = replace(fresh, noise=before.noise)
-            if name == self._optimizer_name:
+            if name == self._optimizer_name and self._find_training_weights():
                 fresh = replace(fresh, optimizer=_adopt(fresh.optimizer, before.optimizer))
+        self._parked = None
         self.state, self.begun = fresh, self.ledger.n_steps
+
+    def _find_training_weights(self) -> bool:
+        """Whether the module has the weights that the last fit's optimizer state belongs to."""
+        published = self.published()
+        if published is None:
+            return True
+        if self._parked is None or self._parked.keys() != self.params.keys():
+            return False
+        if not all(torch.equal(p, published[n].to(p)) for n, p in self.params.items()):
+            return False  # someone loaded others since
+        self.train_weights()
+        return True
 
     def _use(self, mechanism: Mechanism | NonPrivate, key: RngKey) -> None:
         assert self._loss_fn is not None
@@ -128,9 +144,29 @@ class Run:
             return None
         # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
         state = self.state.optimizer
+        state = state.stages if isinstance(state, ScheduleFreeState) else state
         counted = isinstance(state, dict) and "step" in state
         step: int = state["step"] if counted else self.state.step
         return float(cast("float", rate(step) if callable(rate) else rate))
+
+    # -- weights to train on, and weights to publish ----------------------------------------------
+
+    def published(self) -> dict[str, Tensor] | None:
+        """The weights to evaluate and export, by name, if they are not the ones being trained."""
+        return None if self.state is None else evaluation_params(self.state.optimizer)
+
+    def publish_weights(self) -> None:
+        """Let the module show the weights to evaluate and export, until training goes on."""
+        published = self.published()
+        if published is not None and self._parked is None:
+            self._parked = {name: p.detach().clone() for name, p in self.params.items()}
+            _write(self.params, published)
+
+    def train_weights(self) -> None:
+        """Let the module have the weights to train on again."""
+        if self._parked is not None:
+            _write(self.params, self._parked)
+            self._parked = None
 
     # -- reporting ------------------------------------------------------------------------------
 
@@ -178,7 +214,15 @@ class Run:
             "optimizer": self._optimizer_name,
             "begun": self.begun,
             "state": state_dict(self.state),
+            "training_weights": self._training_weights(),
         }
+
+    def _training_weights(self) -> dict[str, Tensor] | None:
+        """Copies of the weights to train on, if the checkpoint's own are the published ones."""
+        if self.published() is None:
+            return None
+        weights = self.params if self._parked is None else self._parked
+        return {name: weight.detach().clone() for name, weight in weights.items()}
 
     def keep_weights(self, module: nn.Module) -> None:
         """Remember ``module``'s weights: Lightning loads a checkpoint's before its state."""
@@ -210,7 +254,8 @@ class Run:
         assert self.mechanism is not None
         assert self.state is not None
         _check_version(saved)
-        missing = {"ledger", "fingerprint", "optimizer", "begun", "state", "plan"} - saved.keys()
+        needed = ("ledger", "fingerprint", "optimizer", "begun", "state", "plan")
+        missing = {*needed, "training_weights"} - saved.keys()
         if missing:
             raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
         forked = self._compare(saved)
@@ -229,6 +274,8 @@ class Run:
             state, begun = replace(state, noise=replace(state.noise, key=key)), ledger.n_steps
         self._use(mechanism, state.noise.key)
         self.state, self.ledger, self.begun = state, ledger, begun
+        if saved["training_weights"] is not None:
+            _write(self.params, saved["training_weights"])
 
     def _compare(self, saved: dict[str, Any]) -> bool:
         """Whether to fork; raises if the plans differ and the plan does not allow it."""
@@ -271,18 +318,25 @@ class Run:
             copy.state = replace(
                 template, optimizer=_adopt(self.state.optimizer, self.state.optimizer)
             )
+        copy._parked = None if self._parked is None else dict(self._parked)
         memo[id(self)] = copy
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        kept = ("ledger", "state", "plan", "begun", "_optimizer_name", "_lineage")
+        kept = ("ledger", "state", "plan", "begun", "_optimizer_name", "_lineage", "_parked")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""
         self.__init__()
         self.__dict__.update(kept)
+
+
+def _write(params: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(weights[name])
 
 
 def _adopt(template: Any, before: Any) -> Any:

@@ -119,6 +119,7 @@ class DPMixin:
         del batch_idx
         module = cast("pl.LightningModule", self)
         run = self._dp_second_look()
+        run.train_weights()
         size = _rows_for_step(module, run, batch)
         optimizer = cast("Any", module.optimizers())
         aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None))
@@ -161,6 +162,7 @@ class DPMixin:
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._dp is not None:
             checkpoint[_RECORD] = self._dp.public()
+            _publish(self._dp, checkpoint["state_dict"])
 
     def _dp_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = getattr(self, "_trainer", None)
@@ -188,6 +190,20 @@ class DPMixin:
         loader = cast("pl.LightningModule", self).trainer.train_dataloader
         if isinstance(loader, PoissonLoader) and self._dp is not None:
             loader.follow(self._dp.position)
+
+    def _dp_on_validation_start(self) -> None:
+        fitting = cast("pl.LightningModule", self).trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._dp is not None:
+            self._dp.publish_weights()
+
+    def _dp_on_validation_end(self) -> None:
+        if self._dp is not None:
+            self._dp.train_weights()
+
+    def _dp_on_train_end(self) -> None:
+        # From here on the module is what its user tests, exports and publishes.
+        if self._dp is not None:
+            self._dp.publish_weights()
 
     def _dp_on_train_epoch_end(self) -> None:
         # The last word of a run, also of one that a callback stopped, is the exact value.
@@ -251,6 +267,17 @@ class DPMixin:
         module.log("privacy/delta", run.delta, prog_bar=True, batch_size=1, **when)
 
 
+def _publish(run: Run, state: dict[str, Any]) -> None:
+    """Put the weights to publish in place of the trained ones, under all names of a tied one."""
+    published = run.published()
+    if published is None:
+        return
+    names = {p.data_ptr(): name for name, p in run.params.items() if p.numel()}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.data_ptr() in names:
+            state[key] = published[names[value.data_ptr()]].to(value).clone()
+
+
 def _wrap_configure(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     del name
 
@@ -275,6 +302,9 @@ _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "on_load_checkpoint": _wrap_before,
     "on_train_epoch_start": _wrap_before,
     "on_train_epoch_end": _wrap_before,
+    "on_train_end": _wrap_before,
+    "on_validation_start": _wrap_before,
+    "on_validation_end": _wrap_before,
 }
 
 
