@@ -445,12 +445,28 @@ class _LossCall(nn.Module):
             self.module._dp_in_loss = False
 
 
+def _places(call: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Every attribute below ``call`` that holds a parameter, and the parameter's name.
+
+    A tied parameter has several. A submodule that is registered twice counts once:
+    ``functional_call`` with ``tie_weights=True`` would swap its attributes twice and put the
+    swapped tensors back as if they were the originals.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        f"{path}.{attribute}": names[id(parameter)]
+        for path, child in call.named_modules()
+        for attribute, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
 def _loss_of(module: Any) -> Callable[..., Any]:
     call = _LossCall(module)
+    places = _places(call, dict(module.named_parameters()))
 
     def loss_fn(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        renamed = {f"module.{name}": value for name, value in params.items()}
-        out = torch.func.functional_call(call, renamed, (batch,))
+        swapped = {place: params[name] for place, name in places.items() if name in params}
+        out = torch.func.functional_call(call, swapped, (batch,), tie_weights=False)
         losses, aux = out if isinstance(out, tuple) else (out, {})
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from opake_lightning import OpakeDDP
 from opake_lightning.optimizers import adamw, sgd
 from tests.trainer.helpers import (
+    N_FEATURES,
     Net,
     Points,
     Validated,
@@ -352,3 +353,47 @@ def test_one_process_starts_no_process_group(tmp_path):
     assert not torch.distributed.is_initialized()
     assert trainer.world_size == 1
     assert "val_loss" in trainer.callback_metrics
+
+
+class Shared(Net):
+    """One submodule under two names, and one parameter in two submodules."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.again = self.net
+        self.tied = nn.Linear(N_FEATURES, 4)
+        self.tied.weight = self.net[0].weight
+
+    def per_example_loss(self, batch):
+        x, y, *_ = batch
+        hidden = torch.tanh(self.tied(x))
+        return torch.nn.functional.cross_entropy(
+            self.net(x) + self.again[3](hidden), y, reduction="none"
+        )
+
+
+class Spelled(Shared):
+    """The same loss, with nothing registered twice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        del self.again
+        self.bias = self.tied.bias
+        del self.tied
+
+    def per_example_loss(self, batch):
+        x, y, *_ = batch
+        hidden = torch.tanh(x @ self.net[0].weight.T + self.bias)
+        return torch.nn.functional.cross_entropy(
+            self.net(x) + self.net[3](hidden), y, reduction="none"
+        )
+
+
+def test_shared_modules_and_tied_parameters_train_as_one(tmp_path):
+    # Without noise: the two have their parameters in another order, and noise follows it.
+    _, shared = fit(tmp_path, Shared(plan(noise_multiplier=0.0)))
+    _, spelled = fit(tmp_path, Spelled(plan(noise_multiplier=0.0)))
+    assert shared.again is shared.net
+    assert shared.tied.weight is shared.net[0].weight
+    torch.testing.assert_close(shared.net.state_dict(), spelled.net.state_dict())
+    torch.testing.assert_close(shared.tied.bias, spelled.bias)
