@@ -363,6 +363,7 @@ class Shared(Net):
         self.again = self.net
         self.tied = nn.Linear(N_FEATURES, 4)
         self.tied.weight = self.net[0].weight
+        nn.init.zeros_(self.tied.bias)
 
     def per_example_loss(self, batch):
         x, y, *_ = batch
