@@ -135,7 +135,7 @@ def test_learning_rate_monitor_shows_the_warmed_up_rate(tmp_path):
         tmp_path,
         logger=logger,
         log_every_n_steps=1,
-        callbacks=[LearningRateMonitor()],
+        callbacks=[LearningRateMonitor(logging_interval="step")],
         max_steps=4,
         val=False,
     )
