@@ -8,25 +8,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from typing_extensions import override
 
-from opake_lightning.accounting import Ledger
-from opake_lightning.distributed import require_equal
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.optimizers import GradientTransformation
-from opake_lightning.plan import DPSGD, Mechanism, NonPrivate, Plan
-from opake_lightning.random import RngKey, fold_in, fresh_key
+from opake_lightning.plan import Mechanism, NonPrivate, Plan
+from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer.data import PoissonLoader
-from opake_lightning.trainer.optimizer import FunctionalOptimizer
-from opake_lightning.trainer.report import PrivacySpent, make_delta_legible, summary
+from opake_lightning.trainer.report import PrivacySpent
 
 __all__ = ["DPMixin", "DPModule"]
 
@@ -141,7 +134,7 @@ class DPMixin:
         """The first hook of a fit: refuse what can be refused before anything is set up."""
         trainer = cast("pl.LightningModule", self).trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_replaced(self)
+            refuse_replaced(self)
             if self._dp_is_private():
                 check_trainer(trainer)
             # Lightning advises to save the weights from before the step; they could not be resumed.
@@ -282,7 +275,7 @@ def _wrap_configure(name: str, original: Callable[..., Any]) -> Callable[..., An
     del name
 
     def configure_optimizers(self: Any) -> Any:
-        return _configure(self, original(self))
+        return configure(self, original(self))
 
     return configure_optimizers
 
@@ -310,174 +303,6 @@ _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
 
 class DPModule(DPMixin, pl.LightningModule):
     """A LightningModule that trains privately: :class:`DPMixin` and ``LightningModule``."""
-
-
-def _configure(module: Any, returned: Any) -> FunctionalOptimizer:
-    """Turn a functional optimizer into the facade, with everything the fit needs made ready."""
-    if isinstance(returned, FunctionalOptimizer):
-        return returned
-    _refuse_replaced(module)
-    transformation = _functional(returned)
-    plan = module.configure_privacy()
-    if not isinstance(plan, (DPSGD, NonPrivate)):
-        raise TypeError(f"configure_privacy must return DPSGD(...) or NonPrivate(), got {plan!r}")
-    trainer = module.trainer
-    run = module._dp or Run()
-    loader: PoissonLoader | None = None
-    steps: int | None = None
-    if isinstance(plan, DPSGD):
-        check_trainer(trainer)
-        check_module(module)
-        if trainer.train_dataloader is None:
-            trainer.fit_loop.setup_data()
-        loader = check_loader(trainer.train_dataloader)
-        steps = _planned_steps(trainer)
-        if steps == 0 and plan.target_epsilon is not None:
-            raise PrivacyError(
-                f"the trainer has no step left to make (max_epochs={trainer.max_epochs}, "
-                f"max_steps={trainer.max_steps}), so there is nothing to calibrate noise for; make "
-                "a new Trainer, or raise trainer.fit_loop.max_epochs"
-            )
-        mechanism: Mechanism | NonPrivate = plan.resolve(
-            n_examples=loader.n_examples,
-            batch_size=loader.batch_size,
-            planned_steps=steps,
-            # A checkpoint brings its own ledger, and the σ that was calibrated with it.
-            spent=Ledger() if trainer.ckpt_path else run.ledger,
-        )
-    else:
-        mechanism = plan
-    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    key = _common_key(trainer, plan)
-    spent_steps = run.ledger.n_steps
-    run.prepare(mechanism, transformation, params, _loss_of(module), key)
-    if loader is not None:
-        loader.follow(run.position)
-    require_equal(_common(run, mechanism, params))
-    module._dp = run
-    make_delta_legible(trainer)
-    rank_zero_info(summary(mechanism, steps=steps, spent_steps=spent_steps))
-    return FunctionalOptimizer(run, params)
-
-
-def _planned_steps(trainer: pl.Trainer) -> int | None:
-    """Steps that this fit will make; None if it has no planned end.
-
-    Unlike ``trainer.estimated_stepping_batches`` it is right for a second fit with one trainer,
-    whose epochs may be of another length.
-    """
-    # A checkpoint brings its own counts, and was calibrated to the fit as a whole.
-    steps, epochs = (0, 0) if trainer.ckpt_path else (trainer.global_step, trainer.current_epoch)
-    by_steps = None if trainer.max_steps == -1 else trainer.max_steps - steps
-    if trainer.max_epochs in (None, -1):
-        return by_steps if by_steps is None else max(by_steps, 0)
-    by_epochs = (trainer.max_epochs - epochs) * int(trainer.num_training_batches)
-    return max(by_epochs if by_steps is None else min(by_epochs, by_steps), 0)
-
-
-def _refuse_replaced(module: Any) -> None:
-    """Refuse methods put on the object, where no wrapper of the class can see them."""
-    for name in ("training_step", "configure_optimizers"):
-        if name in vars(module):
-            raise PrivacyError(
-                f"{name} was replaced on the {type(module).__name__} object, as "
-                "torch.compile(module) and LightningCLI's --optimizer do; a private run needs the "
-                "class's own. Compile submodules instead, and return the functional optimizer from "
-                "the class's configure_optimizers"
-            )
-
-
-def _functional(returned: Any) -> GradientTransformation:
-    if isinstance(returned, (list, tuple)) and not isinstance(returned, GradientTransformation):
-        if len(returned) == 1:
-            return _functional(returned[0])
-        raise PrivacyError(
-            f"configure_optimizers returned {len(returned)} things; a private run has one "
-            "functional optimizer, and its learning-rate schedule is an argument of it: "
-            "adamw(lr=schedule)"
-        )
-    if isinstance(returned, dict):
-        raise PrivacyError(
-            "configure_optimizers returned a dict; torch LR schedulers do not reach a functional "
-            "optimizer. Return the optimizer alone, with the schedule as its lr: "
-            "adamw(lr=cosine_schedule(...))"
-        )
-    if not isinstance(returned, GradientTransformation):
-        raise PrivacyError(
-            f"configure_optimizers returned {type(returned).__name__}; a private run needs a "
-            "functional optimizer, which sees only the released gradient, such as "
-            "opake_lightning.optimizers.adamw(lr=1e-3)"
-        )
-    return returned
-
-
-def _common_key(trainer: pl.Trainer, plan: Plan) -> RngKey:
-    key = plan.key or fresh_key()
-    return RngKey.from_hex(trainer.strategy.broadcast(key.hex()))
-
-
-def _common(
-    run: Run, mechanism: Mechanism | NonPrivate, params: dict[str, Tensor]
-) -> dict[str, object]:
-    key, step = run.position()
-    return {
-        **mechanism.fingerprint(),
-        "noise_multiplier": run.plan.get("noise_multiplier"),
-        "the key (compared by digest)": fold_in(key, "compare").hex(),
-        "the number of steps so far": step,
-        "the trainable parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()],
-    }
-
-
-class _LossCall(nn.Module):
-    """Lets ``functional_call`` swap parameters under a method that is not ``forward``."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    @override
-    def forward(self, batch: Any) -> Any:
-        self.module._dp_in_loss = True
-        try:
-            return self.module.per_example_loss(batch)
-        finally:
-            self.module._dp_in_loss = False
-
-
-def _places(call: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Every attribute below ``call`` that holds a parameter, and the parameter's name.
-
-    A tied parameter has several. A submodule that is registered twice counts once:
-    ``functional_call`` with ``tie_weights=True`` would swap its attributes twice and put the
-    swapped tensors back as if they were the originals.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return {
-        f"{path}.{attribute}": names[id(parameter)]
-        for path, child in call.named_modules()
-        for attribute, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-    }
-
-
-def _loss_of(module: Any) -> Callable[..., Any]:
-    call = _LossCall(module)
-    places = _places(call, dict(module.named_parameters()))
-
-    def loss_fn(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        swapped = {place: params[name] for place, name in places.items() if name in params}
-        out = torch.func.functional_call(call, swapped, (batch,), tie_weights=False)
-        losses, aux = out if isinstance(out, tuple) else (out, {})
-        if not isinstance(losses, Tensor) or losses.dim() != 1:
-            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses)
-            raise PrivacyError(
-                f"per_example_loss must return one loss per example, a tensor of shape [B], got "
-                f'{what}; use reduction="none", and .mean(1) over tokens or pixels, never over the '
-                "batch"
-            )
-        return losses, (losses.detach(), aux)
-
-    return loss_fn
 
 
 def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | None:
