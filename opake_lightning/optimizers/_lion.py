@@ -26,7 +26,7 @@ def lion(
         m_t &= \beta_2 m_{t-1} + (1-\beta_2)\,\tilde g_t
 
     It has no second moment, so there is nothing to correct. A coordinate of pure noise moves as far
-    as any other: choose the learning rate some ten times smaller than for AdamW.
+    as any other: start from a learning rate three to ten times smaller than AdamW's.
 
     Args:
         lr: Learning rate, or a function from the step (0 at the first) to it.

@@ -167,8 +167,8 @@ def adadelta(
 
     The correction takes both off: :math:`\max(v - \varphi^v, \gamma, r\varphi^v)` below and
     :math:`\max(d - \varphi^d, 0)` above. d feeds on the steps it makes: with a floor much below
-    φ, noise that is divided by it grows from step to step without bound. So r is 1 here unless you
-    say otherwise: the denominator then is at least :math:`\sqrt{v/2}`.
+    φ, noise that is divided by it makes them a hundred times larger. So r is 1 here unless you say
+    otherwise: the denominator then is at least :math:`\sqrt{v/2}`.
 
     Squares that are released on their own are taken as by :func:`adamw`; where they leave v too
     small to be an average of squares, :math:`\tilde g_t^2` stands in for it.
