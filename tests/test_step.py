@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
+from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.random import key
 from opake_lightning.step import Step, StepState, mean_grad, no_noise
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import ClippedPytree, NoisedPytree, SecondMomentNoiseOutput
 
 OPTIMIZERS = {
     "sgd": lambda: sgd(lr=0.1, momentum=0.9),
@@ -211,3 +212,18 @@ def test_a_model_without_parameters_can_be_stepped():
     step = make_step(sgd(lr=0.1), loss=lambda _, b: (b[1], b[1]))
     after, _, state = step({}, batch(), step.init({}))
     assert (after, state.step) == ({}, 1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_paid_for_second_moment_is_used_or_refused(inplace):
+    noised = NoisedPytree(optree.tree_map(torch.ones_like, params()), 0.1)
+    pair = SecondMomentNoiseOutput(noised, noised)
+    for optimizer, match in ((torchopt.adam(lr=0.1), "not one of"), (sgd(lr=0.1), "sgd")):
+        step = make_step(optimizer)
+        before = params()
+        with pytest.raises(PrivacyError, match=match):
+            step.update(before, pair, step.init(before), inplace=inplace)
+        assert optree.tree_all(optree.tree_map(torch.equal, before, params()))
+    step = make_step(adamw(lr=0.1, weight_decay=0.0))
+    moved, _ = step.update(params(), pair, step.init(params()))  # -lr · 1 / (sqrt(1) + eps)
+    torch.testing.assert_close(moved["b"], torch.tensor(0.0), atol=1e-6, rtol=0)

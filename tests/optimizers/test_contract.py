@@ -66,7 +66,7 @@ all_optimizers = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys(
 
 def test_every_optimizer_has_a_case():
     factories = {name for name in optimizers.__all__ if name[0].islower()}
-    rest = {"chain", "is_noise_aware", "average_iterates"}
+    rest = {"chain", "is_noise_aware", "average_iterates", "evaluation_params"}
     rest.update(_stages.__all__, _precondition.__all__, _factored.__all__)
     assert factories - rest == CASES.keys()
 
