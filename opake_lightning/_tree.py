@@ -13,15 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
-__all__ = ["BATCH_NAMESPACE", "Layout", "layout_of", "leaves_with_paths", "pack", "unpack", "wide"]
-
+__all__ = [
+    "BATCH_NAMESPACE",
+    "Layout",
+    "bases",
+    "flatten",
+    "layout_of",
+    "leaves_with_paths",
+    "pack",
+    "packed",
+    "seat",
+    "unpack",
+    "wide",
+]
 
 # Where a container of batches that is not a tuple, list or dict is registered with optree.
 BATCH_NAMESPACE = "opake_lightning"
@@ -39,6 +52,8 @@ class _Group:
     members: tuple[int, ...]  # indices into the list of leaves
     offsets: tuple[int, ...]  # start of each member in the flat tensor
     total: int
+    filled: tuple[int, ...]  # members that have elements, and so an address
+    starts: tuple[int, ...]  # start of each of these in the flat tensor, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,7 @@ class Layout:
 
     treespec: optree.PyTreeSpec
     shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
     groups: tuple[_Group, ...]
 
     def leaves(self, tree: Any) -> list[Tensor]:
@@ -57,7 +73,7 @@ class Layout:
                 f"pytree structures differ: expected {self.treespec}, got {treespec}; pass a tree "
                 "with the structure that init() was given"
             )
-        if tuple(leaf.shape for leaf in leaves) != self.shapes:
+        if tuple([leaf.shape for leaf in leaves]) != self.shapes:
             path, shape, leaf = next(
                 (path, shape, leaf)
                 for (path, leaf), shape in zip(leaves_with_paths(tree), self.shapes, strict=True)
@@ -74,9 +90,9 @@ class Layout:
         """The leaves, as views into ``flats``, in leaf order."""
         out: list[Tensor | None] = [None] * len(self.shapes)
         for group, flat in zip(self.groups, flats, strict=True):
-            for index, offset in zip(group.members, group.offsets, strict=True):
-                shape = self.shapes[index]
-                out[index] = flat.narrow(0, offset, shape.numel()).view(shape)
+            start = flat.storage_offset()
+            for i, offset in zip(group.members, group.offsets, strict=True):
+                out[i] = flat.as_strided(self.shapes[i], self.strides[i], start + offset)
         return cast("list[Tensor]", out)
 
 
@@ -86,28 +102,102 @@ def layout_of(tree: Any) -> Layout:
     Raises:
         TypeError: If a leaf is not a real floating-point tensor.
     """
+    return flatten(tree)[1]
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], Layout]:
+    """Leaves and layout of ``tree``; raises as :func:`layout_of` does."""
     leaves, treespec = _flatten(tree)
-    for leaf in leaves:
-        if not leaf.is_floating_point():
-            path = next(path for path, other in leaves_with_paths(tree) if other is leaf)
-            raise TypeError(
-                f"{path} has dtype {leaf.dtype}; only real floating-point tensors can be trained. "
-                "Keep integer tensors in buffers, and complex ones as torch.view_as_real"
-            )
+    kinds = tuple([(leaf.dtype, leaf.device) for leaf in leaves])
+    if not all(dtype.is_floating_point for dtype, _ in set(kinds)):
+        path, leaf = next(
+            (path, leaf) for path, leaf in leaves_with_paths(tree) if not leaf.is_floating_point()
+        )
+        raise TypeError(
+            f"{path} has dtype {leaf.dtype}; only real floating-point tensors can be trained. "
+            "Keep integer tensors in buffers, and complex ones as torch.view_as_real"
+        )
+    return leaves, _layout(treespec, tuple([leaf.shape for leaf in leaves]), kinds)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    treespec: optree.PyTreeSpec,
+    shapes: tuple[torch.Size, ...],
+    kinds: tuple[tuple[torch.dtype, torch.device], ...],
+) -> Layout:
     members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        members.setdefault((wide(leaf.dtype), leaf.device), []).append(index)
+    for index, (dtype, device) in enumerate(kinds):
+        members.setdefault((wide(dtype), device), []).append(index)
     groups: list[_Group] = []
     for (dtype, device), indices in members.items():
-        ends = list(accumulate(leaves[i].numel() for i in indices))
-        groups.append(_Group(dtype, device, tuple(indices), (0, *ends[:-1]), ends[-1]))
-    return Layout(treespec, tuple(leaf.shape for leaf in leaves), tuple(groups))
+        ends = list(accumulate(shapes[i].numel() for i in indices))
+        offsets = (0, *ends[:-1])
+        filled = [(i, o) for i, o in zip(indices, offsets, strict=True) if shapes[i].numel()]
+        groups.append(
+            _Group(
+                dtype, device, tuple(indices), offsets, ends[-1],
+                tuple([i for i, _ in filled]),
+                tuple([offset * dtype.itemsize for _, offset in filled]),
+            )
+        )  # fmt: skip
+    return Layout(treespec, shapes, tuple(map(_contiguous, shapes)), tuple(groups))
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    below = accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1)
+    return tuple(below)[::-1] if shape else ()
 
 
 def pack(tree: Any, layout: Layout) -> list[Tensor]:
     """The flat tensors behind ``tree``; copied only where its leaves are not views of such."""
     leaves = layout.leaves(tree)
-    return [_pack_group([leaves[i] for i in group.members], group) for group in layout.groups]
+    out: list[Tensor] = []
+    for group in layout.groups:
+        flat = _shared_base(leaves, group)
+        if flat is None:
+            flat = torch.cat([_flat(leaves[i], group) for i in group.members])
+        out.append(flat)
+    return out
+
+
+def packed(tree: Any, layout: Layout) -> list[Tensor] | None:
+    """The flat tensors behind ``tree``, or None if it is not made of views of such."""
+    leaves, treespec = _flatten(tree)
+    if treespec != layout.treespec or tuple([leaf.shape for leaf in leaves]) != layout.shapes:
+        return None
+    return bases(leaves, layout)
+
+
+def bases(leaves: list[Tensor], layout: Layout) -> list[Tensor] | None:
+    """As :func:`packed`, of the leaves of a tree with this layout."""
+    out: list[Tensor] = []
+    for group in layout.groups:
+        flat = _shared_base(leaves, group)
+        if flat is None:
+            return None
+        out.append(flat)
+    return out
+
+
+def seat(tree: Any) -> None:
+    """Move the leaves of ``tree``, in place, so that they are views of flat tensors.
+
+    Every leaf stays the tensor it is, with the values it has; only its memory is another. So a
+    module's parameters can be seated, and an update of all of them is then one operation.
+
+    Leaves that share memory with anything else (tied by a view, watched by another tensor), are
+    not contiguous, or are of a narrower type than flat tensors, stay where they are, and so do all
+    others of their device and type: there is no flat tensor of some of them.
+    """
+    leaves, layout = flatten(tree)
+    for group in layout.groups:
+        members = [leaves[i] for i in group.members]
+        if _shared_base(leaves, group) is None and _can_move(members, group):
+            flat = torch.cat([_flat(leaf, group) for leaf in members])
+            for leaf, offset in zip(members, group.offsets, strict=True):
+                leaf.data = flat.narrow(0, offset, leaf.numel()).view(leaf.shape)
 
 
 def unpack(flats: Sequence[Tensor], layout: Layout) -> Any:
@@ -124,37 +214,55 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Tensor]]:
 
 def _flatten(tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, treespec = optree.tree_flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"expected a pytree of tensors, got a leaf of type {type(leaf).__name__}: {leaf!r}"
-            )
+    # Asked of every tree in every step, so not one by one.
+    if not all(issubclass(kind, Tensor) for kind in set(map(type, leaves))):
+        leaf = next(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        raise TypeError(
+            f"expected a pytree of tensors, got a leaf of type {type(leaf).__name__}: {leaf!r}"
+        )
     return cast("list[Tensor]", leaves), treespec
 
 
-def _pack_group(leaves: list[Tensor], group: _Group) -> Tensor:
-    if not group.total:
-        return torch.zeros(0, dtype=group.dtype, device=group.device)
-    flat = _shared_base(leaves, group)
-    if flat is not None:
-        return flat
-    return torch.cat([_flat(leaf, group) for leaf in leaves])
-
-
 def _shared_base(leaves: list[Tensor], group: _Group) -> Tensor | None:
-    """The flat tensor whose consecutive views the leaves are, if there is one."""
-    first = leaves[0].detach()
-    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    for leaf, offset in zip(leaves, group.offsets, strict=True):
-        if (
-            leaf.dtype != group.dtype
-            or not leaf.is_contiguous()
-            or leaf.storage_offset() != start + offset
-            or leaf.untyped_storage().data_ptr() != storage
-        ):
-            return None
-    return first.as_strided((group.total,), (1,), start)
+    """The flat tensor whose consecutive views the group's leaves are, if there is one."""
+    if not group.filled:
+        return torch.zeros(group.total, dtype=group.dtype, device=group.device)
+    filled = [leaves[i] for i in group.filled]
+    start = filled[0].data_ptr()
+    if (
+        [leaf.data_ptr() for leaf in filled] != [start + begin for begin in group.starts]
+        or {leaf.dtype for leaf in filled} != {group.dtype}
+        or filled[0].device != group.device
+        or not all(map(Tensor.is_contiguous, filled))
+    ):
+        return None
+    # Addresses in a row lie in one tensor only if its storage reaches that far.
+    first = filled[0].detach()
+    begin = first.storage_offset()
+    if (begin + group.total) * first.element_size() > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((group.total,), (1,), begin)
 
 
 def _flat(leaf: Tensor, group: _Group) -> Tensor:
     return leaf.detach().reshape(-1).to(device=group.device, dtype=group.dtype)
+
+
+def _can_move(leaves: list[Tensor], group: _Group) -> bool:
+    """Whether nothing else can tell when the leaves get other memory."""
+    alone = _owners(torch.empty(1))
+    movable = all(
+        type(leaf) in (Tensor, torch.nn.Parameter)
+        and leaf.dtype == group.dtype
+        and leaf.is_contiguous()
+        and not (leaf.device.type == "cpu" and leaf.is_shared())  # with another process
+        and _owners(leaf) == alone
+        for leaf in leaves
+    )
+    return movable and alone > 0 and len({id(leaf) for leaf in leaves}) == len(leaves)
+
+
+def _owners(leaf: Tensor) -> int:
+    """How many have hold of the memory of ``leaf``, as counted for any tensor; 0: cannot tell."""
+    count = getattr(cast("Any", torch)._C, "_storage_Use_Count", None)
+    return count(cast("Any", leaf.untyped_storage())._cdata) if count else 0

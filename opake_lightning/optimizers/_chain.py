@@ -7,10 +7,9 @@ unless it may be written in place, the type of the result. So a stage is arithme
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias, cast, final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast, final
 
 import optree
 import torch
@@ -18,8 +17,11 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from opake_lightning import _check
-from opake_lightning._tree import Layout, layout_of, pack, unpack
+from opake_lightning._tree import Layout, bases, flatten, layout_of, pack, packed, unpack
 from opake_lightning.errors import PrivacyError
+from opake_lightning.optimizers._blocks import Pass
+from opake_lightning.optimizers._fused import Recipe
+from opake_lightning.optimizers._stage import Flats, Flow, Stage, tree_fields
 from opake_lightning.scheduling import Schedule, constant_schedule
 from opake_lightning.types import (
     ClippedPytree,
@@ -28,81 +30,9 @@ from opake_lightning.types import (
     SecondMomentNoiseOutput,
 )
 
-__all__ = ["Flats", "Flow", "NoiseAwareTransformation", "Stage", "chain", "is_noise_aware"]
+__all__ = ["NoiseAwareTransformation", "chain", "is_noise_aware"]
 
-Flats: TypeAlias = list[Tensor]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """What passes from stage to stage in one update. A stage writes into none of its tensors.
-
-    Attributes:
-        gradient: The released gradient, with coupled weight decay: what second moments square.
-        direction: What has become of it so far; after the last stage, the update.
-        variance: Of the noise on each coordinate of ``gradient``.
-        square: The square of ``gradient``, if an estimate of it was released on its own.
-        step: Number of updates before this one.
-        lr: Learning rate of this step.
-        params: The parameters, if a stage asked for them.
-        layout: Where each leaf lies in the flat tensors.
-    """
-
-    gradient: Flats
-    direction: Flats
-    variance: float
-    square: Flats | None
-    step: int
-    lr: float
-    params: Flats | None
-    layout: Layout
-
-
-class Stage(ABC):
-    """One stage of a chain; its settings are its attributes, its state is passed in and out.
-
-    In a state given to or returned by a stage, flat tensors stand in place of pytrees, and the
-    stage may write into them.
-    """
-
-    __slots__ = ()
-    stateful: ClassVar[bool] = False
-
-    def init(self, layout: Layout, params: Any) -> Any:
-        """The first state of a stateful stage, which shares no memory with ``params``."""
-        return None
-
-    def layouts(self, layout: Layout) -> Mapping[str, Layout]:
-        """Layouts of the pytrees in its state that are not shaped like the parameters."""
-        return {}
-
-    def like_params(self, state: Any) -> Any:
-        """A pytree shaped and typed like the parameters' flat tensors, from a closed state."""
-        return getattr(state, _tree_fields(state)[0])
-
-    @property
-    def needs_params(self) -> str:
-        """The setting because of which parameters are needed, as the user typed it, or nothing."""
-        return ""
-
-    @property
-    def on_square(self) -> Literal["ignores", "uses", "corrects"]:
-        """What it does with squares that are released on their own.
-
-        ``"corrects"`` is for a stage that would use them but takes noise off the square of the
-        gradient instead.
-        """
-        return "ignores"
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The learning rate as a function of the step, in the stage that applies it."""
-        return None
-
-    @abstractmethod
-    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
-        """Pass ``flow`` on, and the new state."""
+_foreach_add_: Callable[..., None] = cast("Any", torch)._foreach_add_
 
 
 @final
@@ -117,6 +47,11 @@ class NoiseAwareTransformation(GradientTransformation):
     :class:`~opake_lightning.types.SecondMomentNoiseOutput`, and returns a plain pytree in the types
     of ``params``, or of the gradient without them.
 
+    ``step_(updates, state, params)`` updates in place and adds the updates to ``params``, in place,
+    too; it returns the state. It is the faster way where whoever calls owns all three. Parameters
+    that lie one after the other in memory, as those of one flat tensor do, are updated by a fused
+    kernel of torch where there is one, whose results differ in the last digits.
+
     Attributes:
         name: Name of the factory, such as ``"adamw"``.
         lr: Learning rate as a function of the step.
@@ -130,12 +65,21 @@ class NoiseAwareTransformation(GradientTransformation):
     lr: Schedule
     stages: Mapping[str, Stage]
     square_refusal: str
+    step_: Callable[[Any, Any, Any], Any]
 
     def __new__(
-        cls, init: Any, update: Any, *, name: str, lr: Schedule, stages: Mapping[str, Stage]
+        cls,
+        init: Any,
+        update: Any,
+        *,
+        step_: Any,
+        name: str,
+        lr: Schedule,
+        stages: Mapping[str, Stage],
     ) -> NoiseAwareTransformation:
         """Keep the attributes beside the pair of functions."""
         self = super().__new__(cls, init, update)
+        self.step_ = step_
         self.name = name
         self.lr = lr
         self.stages = stages
@@ -144,7 +88,7 @@ class NoiseAwareTransformation(GradientTransformation):
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, Any], dict[str, Any]]:
         """Arguments with which a copy is made."""
-        kept = {"name": self.name, "lr": self.lr, "stages": self.stages}
+        kept = {"step_": self.step_, "name": self.name, "lr": self.lr, "stages": self.stages}
         return (self.init, self.update), kept
 
     def __repr__(self) -> str:
@@ -174,7 +118,7 @@ def chain(name: str = "chain", /, **stages: Stage | None) -> NoiseAwareTransform
         raise ValueError(f"{name} has {len(schedules)} stages that apply a learning rate; keep one")
     parts = _Chain(name, present, schedules[0] if schedules else constant_schedule(1.0))
     return NoiseAwareTransformation(
-        parts.init, parts.update, name=name, lr=parts.lr, stages=present
+        parts.init, parts.update, step_=parts.step_, name=name, lr=parts.lr, stages=present
     )
 
 
@@ -220,7 +164,7 @@ class _Chain:
     def init(self, params: Any) -> dict[str, Any]:
         layout = layout_of(params)
         return {"step": 0} | {
-            name: _closed(stage, stage.init(layout, params), layout)
+            name: _closed(stage, stage.init(layout, params), layout, {})
             for name, stage in self._stateful.items()
         }
 
@@ -237,28 +181,81 @@ class _Chain:
         params: Any = None,
         inplace: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
+        layout = layout_of(self._released(updates)[0] if params is None else params)
+        return self._run(updates, state, params, layout, inplace=inplace, leaves=None)
+
+    @torch.no_grad()
+    def step_(self, updates: Any, state: Mapping[str, Any], params: Any) -> dict[str, Any]:
+        leaves, layout = flatten(params)
+        moves, new = self._run(updates, state, params, layout, inplace=True, leaves=leaves)
+        if moves is None:
+            # They were written to as one tensor, of which autograd knows nothing.
+            torch.autograd.graph.increment_version(leaves)
+        elif leaves:
+            _foreach_add_(leaves, cast("list[Tensor]", optree.tree_leaves(moves)))
+        return new
+
+    def _run(
+        self,
+        updates: Any,
+        state: Mapping[str, Any],
+        params: Any,
+        layout: Layout,
+        *,
+        inplace: bool,
+        leaves: list[Tensor] | None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The updates, or None if they could be added to ``leaves``, and the new state.
+
+        Args:
+            updates: As the public methods take them.
+            state: Likewise.
+            params: Likewise.
+            layout: That of the parameters, or of the gradient without them.
+            inplace: Whether the tensors of the state and of the gradient may be written to.
+            leaves: Those of the parameters, if the updates are to be added to them.
+        """
         gradient, variance, square = self._released(updates)
         # All that can be wrong is found before anything is written in place.
         needs_params = self._checked(state, params)
         step: int = state["step"]
         lr = _check.non_negative(f"the learning rate at step {step}", self.lr(step))
-        layout = self._layout(state, gradient if params is None else params)
-        flats = pack(gradient, layout)
+        opened, kept, own = self._opened(state, layout)
+        target = bases(leaves, own) if leaves is not None and own == layout else None
+        flats = pack(gradient, own)
+        values = pack(params, own) if needs_params and target is None else target
         flow = Flow(
-            flats, flats, variance, None if square is None else pack(square, layout), step, lr,
-            pack(params, layout) if needs_params else None, layout,
+            flats, flats, variance, None if square is None else pack(square, own), step, lr,
+            values, own,
         )  # fmt: skip
-        opened = {
-            name: _opened(stage, state[name], layout, inplace=inplace)
-            for name, stage in self._stateful.items()
+        after = None if target is None else self._fused(flow, opened, target)
+        buffer = flats
+        if after is None:
+            fresh = opened if inplace else {name: _empty(each) for name, each in opened.items()}
+            buffer = flats if inplace else [torch.empty_like(flat) for flat in flats]
+            after = Pass(self.stages, opened, fresh, buffer, target).run(flow)
+        new = {"step": step + 1} | {
+            name: _closed(self.stages[name], each, own, kept[name] if inplace else {})
+            for name, each in after.items()
         }
-        new: dict[str, Any] = {"step": step + 1}
+        if target is not None:
+            return None, new
+        return _as_types_of(gradient if params is None else params, buffer, own), new
+
+    def _fused(self, flow: Flow, opened: Mapping[str, Any], target: Flats) -> dict[str, Any] | None:
+        """The new states, if one kernel could do all of it; nothing has happened otherwise."""
+        recipe = Recipe(flow.step, flow.variance, flow.lr, possible=flow.square is None)
+        after: dict[str, Any] = {}
         for name, stage in self.stages.items():
-            flow, after = stage.update(flow, opened.get(name))
+            state = stage.fuse(recipe, opened.get(name))
+            if not recipe.possible:
+                return None
             if stage.stateful:
-                new[name] = _closed(stage, after, layout, state[name] if inplace else None)
-        direction = _unshared(flow.direction, [*flats, *_flat_tensors(opened)])
-        return _as_types_of(gradient if params is None else params, direction, layout), new
+                after[name] = state
+        if not recipe.runs_on(target):
+            return None
+        recipe.run(target, flow.gradient)
+        return after
 
     def _released(self, updates: Any) -> tuple[Any, float, Any]:
         """The gradients, the variance of their noise, and their squares if released."""
@@ -293,64 +290,61 @@ class _Chain:
             raise ValueError(f"{needs[0]} needs the parameters; call update(..., params=params)")
         return bool(needs)
 
-    def _layout(self, state: Mapping[str, Any], tree: Any) -> Layout:
-        """The state's layout, or that of ``tree`` if no stage keeps one."""
-        name = next(iter(self._stateful), None)
-        return layout_of(tree if name is None else self.stages[name].like_params(state[name]))
+    def _opened(
+        self, state: Mapping[str, Any], layout: Layout
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Layout]:
+        """States with flat tensors for pytrees, the pytrees that are views of them, the layout."""
+        found = self._found(state, layout)
+        if any(flats is None for each in found.values() for flats in each.values()):
+            # What is wrong is a matter of the state's layout, which may be another.
+            name = next(iter(found))
+            layout = layout_of(self.stages[name].like_params(state[name]))
+            found = self._found(state, layout)
+        opened: dict[str, Any] = {}
+        kept: dict[str, dict[str, Any]] = {}
+        for name, each in found.items():
+            other = self.stages[name].layouts(layout)
+            trees = {field: getattr(state[name], field) for field in each}
+            opened[name] = replace(
+                state[name],
+                **{
+                    field: pack(trees[field], other.get(field, layout)) if flats is None else flats
+                    for field, flats in each.items()
+                },
+            )
+            kept[name] = {field: trees[field] for field in each if each[field] is not None}
+        return opened, kept, layout
+
+    def _found(
+        self, state: Mapping[str, Any], layout: Layout
+    ) -> dict[str, dict[str, Flats | None]]:
+        """For each stage and pytree of its state, the flat tensors that it consists of views of."""
+        found: dict[str, dict[str, Flats | None]] = {}
+        for name, stage in self._stateful.items():
+            own, other = state[name], stage.layouts(layout)
+            found[name] = {
+                field: packed(getattr(own, field), other.get(field, layout))
+                for field in tree_fields(own)
+            }
+        return found
 
 
-def _tree_fields(state: Any) -> list[str]:
-    """Names of the fields of a stage's state that hold pytrees."""
-    return [f.name for f in fields(state) if not isinstance(getattr(state, f.name), (int, float))]
+def _empty(state: Any) -> Any:
+    """``state`` with new flat tensors of any content."""
+    return replace(
+        state,
+        **{n: [torch.empty_like(flat) for flat in getattr(state, n)] for n in tree_fields(state)},
+    )
 
 
-def _flat_tensors(opened: Mapping[str, Any]) -> Iterator[Tensor]:
-    for state in opened.values():
-        for name in _tree_fields(state):
-            yield from getattr(state, name)
-
-
-def _opened(stage: Stage, state: Any, layout: Layout, *, inplace: bool) -> Any:
-    """``state`` with flat tensors for its pytrees: its own ones to write in place, else copies."""
+def _closed(stage: Stage, state: Any, layout: Layout, kept: Mapping[str, Any]) -> Any:
+    """``state`` with pytrees of views for its flat tensors: those of ``kept``, or new ones."""
     other = stage.layouts(layout)
-    flats = {
-        name: pack(getattr(state, name), other.get(name, layout)) for name in _tree_fields(state)
+    trees = {
+        name: kept[name] if name in kept else unpack(getattr(state, name), other.get(name, layout))
+        for name in tree_fields(state)
     }
-    if not inplace:
-        flats = {name: [flat.clone() for flat in each] for name, each in flats.items()}
-    return replace(state, **flats)
-
-
-def _closed(stage: Stage, state: Any, layout: Layout, before: Any = None) -> Any:
-    """``state`` with pytrees of views for its flat tensors.
-
-    The pytrees of ``before`` are kept where the flat tensors are still the ones behind them.
-    """
-    trees: dict[str, Any] = {}
-    other = stage.layouts(layout)
-    for name in _tree_fields(state):
-        flats: Flats = getattr(state, name)
-        own = other.get(name, layout)
-        tree = None if before is None else getattr(before, name)
-        same = before is not None and _lie_in(tree, flats, own)
-        trees[name] = tree if same else unpack(flats, own)
     return replace(state, **trees)
-
-
-def _lie_in(tree: Any, flats: Flats, layout: Layout) -> bool:
-    leaves = cast("list[Tensor]", optree.tree_leaves(tree))
-    for flat, group in zip(flats, layout.groups, strict=True):
-        # An empty leaf has no address.
-        first = next((leaves[i] for i in group.members if leaves[i].numel()), None)
-        if first is not None and flat.data_ptr() != first.data_ptr():
-            return False
-    return True
-
-
-def _unshared(flats: Flats, others: list[Tensor]) -> Flats:
-    """``flats``, copied where they are one of ``others``: whoever gets them may write to them."""
-    taken = {other.data_ptr() for other in others}
-    return [flat.clone() if flat.data_ptr() in taken else flat for flat in flats]
 
 
 def _as_types_of(like: Any, flats: Flats, layout: Layout) -> Any:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from opake_lightning import _check
 from opake_lightning._tree import Layout, layout_of
-from opake_lightning.optimizers._chain import Flow, Stage
 from opake_lightning.optimizers._second_moment import Correction, SecondMomentState, correction
+from opake_lightning.optimizers._stage import Flow, Stage
 from opake_lightning.optimizers.types import FactoredState
 
 __all__ = ["factored_precondition"]
@@ -70,6 +70,7 @@ class _Factored(Stage):
     min_dim_size: int
     correction: Correction
     stateful: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     def init(self, layout: Layout, params: Any) -> FactoredState:
         own = _layouts(layout, self.min_dim_size)
@@ -81,50 +82,63 @@ class _Factored(Stage):
     def like_params(self, state: FactoredState) -> Any:
         return optree.tree_map(_like, state.row, state.col, state.square)
 
-    def update(self, flow: Flow, state: FactoredState) -> tuple[Flow, FactoredState]:
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: FactoredState) -> FactoredState:
         add = float((flow.step + 1) ** self.decay_exponent)
-        own = _layouts(flow.layout, self.min_dim_size)
-        squares = [self._squares(g) for g in flow.layout.views(flow.gradient)]
-        parts = {
-            "row": [_mean(s, -1, whole=whole) for s, whole in self._with_kind(squares)],
-            "col": [_mean(s, -2, whole=whole) for s, whole in self._with_kind(squares)],
-            "square": [s if whole else s.new_empty(0) for s, whole in self._with_kind(squares)],
-        }
-        noise, denoised = 0.0, dict[str, list[Tensor]]()
-        for name, news in parts.items():
-            flats = getattr(state, name)
-            # The flat tensors take part through their views, so nothing is copied together.
-            moment = SecondMomentState(own[name].views(flats), state.noise)
-            moment = moment.step(news, flow.variance, keep=1 - add, add=add)
-            denoised[name], noise = moment.denoised(self.correction), moment.noise
-        out = [flat.clone() for flat in flow.direction]
-        leaves = zip(flow.layout.views(out), *denoised.values(), strict=True)
-        for leaf, row, col, square in leaves:
-            if self._is_factored(leaf.shape):
-                row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_()
-                leaf.mul_(row.unsqueeze(-1)).mul_(col.rsqrt_().unsqueeze(-2))
-            else:
-                leaf.mul_(square.rsqrt_())
-        return changed(flow, direction=out), changed(state, noise=noise)
+        layouts = _layouts(flow.layout, self.min_dim_size)
+        factored = [_is_factored(shape, self.min_dim_size) for shape in flow.layout.shapes]
+        directions = flow.layout.views(flow.direction)
+        gradients = directions
+        if flow.gradient is not flow.direction:
+            gradients = flow.layout.views(flow.gradient)
+        parts = {name: layouts[name].zeros() for name in ("row", "col", "square")}
+        views = {name: layouts[name].views(flats) for name, flats in parts.items()}
+        for gradient, split, *leaf in zip(gradients, factored, *views.values(), strict=True):
+            _averages(gradient, *leaf, split=split)
+        noise = 0.0
+        for name, flats in parts.items():
+            for flat, limit in zip(flats, _largest_squares(flow), strict=True):
+                flat.clamp_(max=limit).add_(self.eps)
+            moment = SecondMomentState(getattr(state, name), state.noise)
+            moment = moment.step(flats, flow.variance, keep=1 - add, add=add, squared=True)
+            parts[name], noise = moment.denoised(self.correction), moment.noise
+        for name in ("col", "square"):
+            parts[name] = [flat.rsqrt() for flat in parts[name]]
+        views = [layouts[name].views(flats) for name, flats in parts.items()]
+        for direction, split, *leaf in zip(directions, factored, *views, strict=True):
+            _divide(direction, *leaf, split=split)
+        return changed(state, noise=noise)
 
-    def _squares(self, gradient: Tensor) -> Tensor:
-        # Squares that overflow would leave inf / inf in the quotient of the factors.
-        most = torch.finfo(gradient.dtype).max / max(gradient.numel(), 1)
-        return (gradient * gradient).clamp_(max=most).add_(self.eps)
 
-    def _is_factored(self, shape: torch.Size) -> bool:
-        return _is_factored(shape, self.min_dim_size)
+def _averages(gradient: Tensor, row: Tensor, col: Tensor, square: Tensor, *, split: bool) -> None:
+    """Fill in the averages of one tensor's squares, or all of its squares."""
+    if split:
+        squares = gradient * gradient
+        torch.mean(squares, -1, out=row)
+        torch.mean(squares, -2, out=col)
+    else:
+        torch.mul(gradient, gradient, out=square)
 
-    def _with_kind(self, squares: list[Tensor]) -> list[tuple[Tensor, bool]]:
-        return [(square, not self._is_factored(square.shape)) for square in squares]
+
+def _divide(direction: Tensor, row: Tensor, col: Tensor, square: Tensor, *, split: bool) -> None:
+    """Divide by the root of V; of ``col`` and ``square``, the inverse roots are given."""
+    if split:
+        row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_()
+        direction.mul_(row.unsqueeze(-1)).mul_(col.unsqueeze(-2))
+    else:
+        direction.mul_(square)
+
+
+def _largest_squares(flow: Flow) -> list[float]:
+    # Squares that overflow would leave inf / inf in the quotient of the factors.
+    return [torch.finfo(flat.dtype).max / max(flat.numel(), 1) for flat in flow.gradient]
 
 
 def _is_factored(shape: torch.Size, min_dim_size: int) -> bool:
     return len(shape) >= 2 and shape.numel() > 0 and min(shape[-2:]) >= min_dim_size
-
-
-def _mean(square: Tensor, dim: int, *, whole: bool) -> Tensor:
-    return square.new_empty(0) if whole else square.mean(dim=dim)
 
 
 def _like(row: Tensor, col: Tensor, square: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from opake_lightning import _check
 from opake_lightning._tree import Layout
-from opake_lightning.optimizers._chain import Flats, Flow, Stage
+from opake_lightning.optimizers._fused import Moment, Recipe
 from opake_lightning.optimizers._second_moment import (
     Correction,
     SecondMomentState,
@@ -18,6 +18,7 @@ from opake_lightning.optimizers._second_moment import (
     possible,
     ratio_bound,
 )
+from opake_lightning.optimizers._stage import Flats, Flow, Stage
 from opake_lightning.optimizers.types import AdadeltaState
 
 __all__ = ["precondition", "precondition_by_sum", "rectified_precondition", "scale_by_past_steps"]
@@ -142,11 +143,16 @@ def _eps(eps: float) -> float:
     return eps
 
 
-def _squares(flow: Flow) -> tuple[Flats, float]:
-    """The squares to accumulate, and the variance of the gradient's noise that is in them."""
-    if flow.square is not None:
-        return flow.square, 0.0
-    return [g * g for g in flow.gradient], flow.variance
+def _stepped(state: SecondMomentState, flow: Flow, *, keep: float, add: float) -> SecondMomentState:
+    """``state`` after this step's gradient, or after its squares where they were released."""
+    if flow.square is None:
+        return state.step(flow.gradient, flow.variance, keep=keep, add=add)
+    return state.step(flow.square, 0.0, keep=keep, add=add, squared=True, signed=True)
+
+
+def _divided(directions: Flats, squares: Flats, eps: float) -> Flats:
+    roots = [torch.sqrt(square).add_(eps) for square in squares]
+    return [torch.div(d, root, out=root) for d, root in zip(directions, roots, strict=True)]
 
 
 @final
@@ -168,21 +174,35 @@ class _Precondition(Stage):
     def on_square(self) -> Literal["uses", "corrects"]:
         return "corrects" if self.correction.on else "uses"
 
-    def update(self, flow: Flow, state: SecondMomentState) -> tuple[Flow, SecondMomentState]:
-        squares, variance = _squares(flow)
-        state = state.step(
-            squares, variance, keep=self.decay, add=1 - self.decay, signed=flow.square is not None
-        )
-        weight = 1 - self.decay ** (flow.step + 1) if self.debias else 1.0
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: SecondMomentState) -> SecondMomentState:
+        state = _stepped(state, flow, keep=self.decay, add=1 - self.decay)
+        weight, eps = self._weight_and_eps(flow.step)
         squares = state.denoised(self.correction, weight)
         if state.signed:
             squares = possible(squares, flow.direction, self._ratio_bound(flow.step + 1))
-        eps = self.eps / math.sqrt(weight) if self.eps_is_debiased else self.eps
-        direction = [
-            torch.div(d, square.sqrt_().add_(eps), out=square)
-            for d, square in zip(flow.direction, squares, strict=True)
-        ]
-        return replace(flow, direction=direction), state
+        flow.direction = _divided(flow.direction, squares, eps)
+        return state
+
+    def fuse(self, recipe: Recipe, state: SecondMomentState) -> SecondMomentState:
+        keep, add = self.decay, 1 - self.decay
+        noise = state.noise_after(recipe.variance, keep=keep, add=add)
+        weight, eps = self._weight_and_eps(recipe.step)
+        recipe.enter("moment")
+        recipe.possible &= not state.signed
+        recipe.moment = Moment(
+            state.square, keep, add, weight, recipe.step + 1 if self.debias else math.inf, eps,
+            noise=noise if self.correction.on else 0.0,
+            least=self.correction.least(noise / weight),
+        )  # fmt: skip
+        return replace(state, noise=noise)
+
+    def _weight_and_eps(self, step: int) -> tuple[float, float]:
+        weight = 1 - self.decay ** (step + 1) if self.debias else 1.0
+        return weight, self.eps / math.sqrt(weight) if self.eps_is_debiased else self.eps
 
     def _ratio_bound(self, n: int) -> float:
         fast = ratio_bound(self.mean_decay, self.decay, n, debias=self.debias)
@@ -203,12 +223,28 @@ class _Rectified(Stage):
     def on_square(self) -> Literal["uses", "corrects"]:
         return self.divide.on_square
 
-    def update(self, flow: Flow, state: SecondMomentState) -> tuple[Flow, SecondMomentState]:
-        divided, state = self.divide.update(flow, state)
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: SecondMomentState) -> SecondMomentState:
+        direction = flow.direction
+        state = self.divide.update(flow, state)
         rectification = _rectification(self.divide.decay, flow.step + 1)
         if rectification is None:
-            return flow, state
-        return replace(divided, direction=[d.mul_(rectification) for d in divided.direction]), state
+            flow.direction = direction
+        else:
+            flow.direction = [d.mul_(rectification) for d in flow.direction]
+        return state
+
+    def fuse(self, recipe: Recipe, state: SecondMomentState) -> SecondMomentState:
+        state = self.divide.fuse(recipe, state)
+        rectification = _rectification(self.divide.decay, recipe.step + 1)
+        if rectification is None or recipe.moment is None:
+            recipe.possible = False
+        else:
+            recipe.moment = replace(recipe.moment, gain=rectification)
+        return state
 
 
 def _rectification(decay: float, n: int) -> float | None:
@@ -231,14 +267,24 @@ class _PreconditionBySum(Stage):
     def init(self, layout: Layout, params: Any) -> SecondMomentState:
         return SecondMomentState([flat.fill_(self.init_value) for flat in layout.zeros()], 0.0)
 
-    def update(self, flow: Flow, state: SecondMomentState) -> tuple[Flow, SecondMomentState]:
-        state = state.step([g * g for g in flow.gradient], flow.variance, keep=1.0, add=1.0)
-        squares = state.denoised(self.correction)
-        direction = [
-            torch.div(d, square.sqrt_().add_(self.eps), out=square)
-            for d, square in zip(flow.direction, squares, strict=True)
-        ]
-        return replace(flow, direction=direction), state
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: SecondMomentState) -> SecondMomentState:
+        state = state.step(flow.gradient, flow.variance, keep=1.0, add=1.0)
+        flow.direction = _divided(flow.direction, state.denoised(self.correction), self.eps)
+        return state
+
+    def fuse(self, recipe: Recipe, state: SecondMomentState) -> SecondMomentState:
+        noise = state.noise_after(recipe.variance, keep=1.0, add=1.0)
+        recipe.enter("moment")
+        recipe.moment = Moment(
+            state.square, 1.0, 1.0, 1.0, 1.0, self.eps,
+            noise=noise if self.correction.on else 0.0,
+            least=self.correction.least(noise),
+        )  # fmt: skip
+        return replace(state, noise=noise)
 
 
 @final
@@ -256,11 +302,14 @@ class _ScaleByPastSteps(Stage):
     def on_square(self) -> Literal["uses", "corrects"]:
         return "corrects" if self.correction.on else "uses"
 
-    def update(self, flow: Flow, state: AdadeltaState) -> tuple[Flow, AdadeltaState]:
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: AdadeltaState) -> AdadeltaState:
         keep, add = self.decay, 1 - self.decay
-        squares, variance = _squares(flow)
         seen = SecondMomentState(state.square, state.noise, state.signed)
-        seen = seen.step(squares, variance, keep=keep, add=add, signed=flow.square is not None)
+        seen = _stepped(seen, flow, keep=keep, add=add)
         below = seen.denoised(self.correction)
         if seen.signed:
             bound = ratio_bound(0.0, self.decay, flow.step + 1, debias=False)
@@ -270,13 +319,12 @@ class _ScaleByPastSteps(Stage):
         past = SecondMomentState(state.step_square, state.step_noise if noisy else 0.0)
         above = past.denoised(replace(self.correction, floor=0.0))
         factors = [
-            a.add_(self.eps).sqrt_().div_(b.add_(self.eps).sqrt_())
+            torch.add(a, self.eps).div_(torch.add(b, self.eps)).sqrt_()
             for a, b in zip(above, below, strict=True)
         ]
-        direction = [d * factor for d, factor in zip(flow.direction, factors, strict=True)]
+        flow.direction = [d * factor for d, factor in zip(flow.direction, factors, strict=True)]
         # A factor of 0 times an infinite variance would be NaN, so σ goes in before the square.
         stddev = math.sqrt(flow.variance)
-        noise = [factor.mul_(stddev).square_() for factor in factors] if noisy else 0.0
-        past.step([d * d for d in direction], noise, keep=keep, add=add)
-        state = replace(state, noise=seen.noise, signed=seen.signed)
-        return replace(flow, direction=direction), state
+        roots = [factor.mul_(stddev) for factor in factors] if noisy else 0.0
+        past.step(flow.direction, roots, keep=keep, add=add)
+        return replace(state, noise=seen.noise, signed=seen.signed)

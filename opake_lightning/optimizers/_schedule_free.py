@@ -10,7 +10,8 @@ import torch
 
 from opake_lightning import _check
 from opake_lightning._tree import Layout, pack
-from opake_lightning.optimizers._chain import Flow, NoiseAwareTransformation, Stage, chain
+from opake_lightning.optimizers._chain import NoiseAwareTransformation, chain
+from opake_lightning.optimizers._stage import Flow, Stage
 from opake_lightning.optimizers._stages import scale_by_learning_rate
 from opake_lightning.optimizers.types import AverageState, ScheduleFreeState
 from opake_lightning.scheduling import with_warmup
@@ -97,7 +98,12 @@ def schedule_free(
     inner = chain(f"schedule_free({base.name})", **stages, average=average)
     parts = _ScheduleFree(inner)
     return NoiseAwareTransformation(
-        parts.init, parts.update, name=inner.name, lr=inner.lr, stages=inner.stages
+        parts.init,
+        parts.update,
+        step_=parts.step_,
+        name=inner.name,
+        lr=inner.lr,
+        stages=inner.stages,
     )
 
 
@@ -155,7 +161,7 @@ class _AverageIterates(Stage):
     def needs_params(self) -> str:
         return "schedule_free"
 
-    def update(self, flow: Flow, state: AverageState) -> tuple[Flow, AverageState]:
+    def update(self, flow: Flow, state: AverageState) -> AverageState:
         assert flow.params is not None  # the chain has seen to it
         max_lr = max(state.max_lr, flow.lr)
         weight = float((flow.step + 1) ** self.weight_power * max_lr**self.weight_lr_power)
@@ -166,10 +172,8 @@ class _AverageIterates(Stage):
             z.add_(u)
             x.lerp_(z, share)
             direction.append(torch.lerp(z, x, self.beta).sub_(y))
-        return (
-            replace(flow, direction=direction),
-            replace(state, weight_sum=weight_sum, max_lr=max_lr),
-        )
+        flow.direction = direction
+        return replace(state, weight_sum=weight_sum, max_lr=max_lr)
 
 
 @final
@@ -191,3 +195,6 @@ class _ScheduleFree:
         update: Callable[..., Any] = self.inner.update
         updates, stages = update(updates, state.stages, params=params, inplace=inplace)
         return updates, ScheduleFreeState(stages)
+
+    def step_(self, updates: Any, state: ScheduleFreeState, params: Any) -> ScheduleFreeState:
+        return ScheduleFreeState(self.inner.step_(updates, state.stages, params))

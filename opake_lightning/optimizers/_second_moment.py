@@ -105,42 +105,56 @@ class SecondMomentState:
 
     def step(
         self,
-        squares: Sequence[Tensor],
+        news: Sequence[Tensor],
         variance: Any,
         *,
         keep: float,
         add: float,
+        squared: bool = False,
         signed: bool = False,
     ) -> SecondMomentState:
         """``keep`` · old + ``add`` · new, for the squares (in place) and for the noise alike.
 
-        The variance, and then the noise, is a number, or flat tensors (changed in place).
+        Args:
+            news: What is squared and added; with ``squared``, the squares themselves.
+            variance: A number; or, where the noise is in flat tensors (changed in place), such of
+                its root.
+            keep: What is kept of the old.
+            add: What is added of the new.
+            squared: See ``news``.
+            signed: Whether they are squares that were released on their own.
         """
-        _accumulate(self.square, squares, keep, add)
-        if isinstance(self.noise, float):
-            noise: Any = keep * self.noise + add * variance
+        _accumulate(self.square, news, keep, add, squared=squared)
+        noise = self.noise
+        if isinstance(noise, float):
+            noise = self.noise_after(variance, keep=keep, add=add)
         else:
-            noise = self.noise
-            _accumulate(noise, variance, keep, add)
+            _accumulate(noise, variance, keep, add, squared=False)
         return SecondMomentState(self.square, noise, self.signed or signed)
 
+    def noise_after(self, variance: float, *, keep: float, add: float) -> float:
+        """φ after a step, where it is a number."""
+        return keep * self.noise + add * variance
+
     def denoised(self, correction: Correction, weight: float = 1.0) -> list[Tensor]:
-        """The squares in new tensors: divided by ``weight``, noise taken off if that is on."""
+        """The squares, divided by ``weight`` and with noise taken off if that is on.
+
+        They are in new tensors, unless nothing is to be done to them.
+        """
         if not correction.on or (isinstance(self.noise, float) and not self.noise):
-            return [total / weight for total in self.square]
+            return [total if weight == 1 else total / weight for total in self.square]
         if isinstance(self.noise, float):
             # Squares that overflowed stay infinite (no update) where inf - inf would be NaN.
             least = correction.least(self.noise / weight)
-            return [
-                total.sub(min(self.noise, torch.finfo(total.dtype).max))
-                .div_(weight)
-                .clamp_(min=min(least, torch.finfo(total.dtype).max))
-                for total in self.square
-            ]
-        return [
-            total.sub(noise).div_(weight).clamp_(min=correction.floor)
-            for total, noise in zip(self.square, self.noise, strict=True)
-        ]
+            noises = [min(self.noise, torch.finfo(total.dtype).max) for total in self.square]
+        else:
+            least, noises = correction.floor, self.noise
+        out = [total.sub(noise) for total, noise in zip(self.square, noises, strict=True)]
+        for left in out:
+            if weight != 1:
+                left.div_(weight)
+            left.clamp_(min=min(least, torch.finfo(left.dtype).max))
+        return out
 
 
 def ratio_bound(mean_decay: float, decay: float, n: int, *, debias: bool) -> float:
@@ -167,13 +181,19 @@ _LARGEST = 1e4
 
 
 def possible(squares: list[Tensor], over: Sequence[Tensor], bound: float) -> list[Tensor]:
-    """``squares`` (in place) with the square of ``over`` where theirs is not > that / ``bound``."""
+    """``squares``, with the square of ``over`` where theirs is not > that / ``bound``."""
+    out: list[Tensor] = []
     for square, n in zip(squares, over, strict=True):
         stand_in = n * n
-        torch.where(square > stand_in * (_SLACK / bound), square, stand_in, out=square)
-    return squares
+        out.append(torch.where(square > stand_in * (_SLACK / bound), square, stand_in))
+    return out
 
 
-def _accumulate(totals: Any, news: Any, keep: float, add: float) -> None:
+def _accumulate(totals: Any, news: Any, keep: float, add: float, *, squared: bool) -> None:
     for total, new in zip(totals, news, strict=True):
-        total.mul_(keep).add_(new, alpha=add)
+        if keep != 1:
+            total.mul_(keep)
+        if squared:
+            total.add_(new, alpha=add)
+        else:
+            total.addcmul_(new, new, value=add)

@@ -5,7 +5,7 @@ Each function checks its settings and returns a stage, or None where they make i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opake_lightning import _check
 from opake_lightning._tree import Layout
-from opake_lightning.optimizers._chain import Flats, Flow, Stage
+from opake_lightning.optimizers._fused import Momentum, Recipe
+from opake_lightning.optimizers._stage import Flats, Flow, Stage
 from opake_lightning.optimizers.types import MeanState, TraceState
 from opake_lightning.scheduling import ScalarOrSchedule, Schedule, as_schedule
 
@@ -135,22 +136,34 @@ class _AddDecayedWeights(Stage):
     def needs_params(self) -> str:
         return f"weight_decay={self.weight_decay!r}"
 
-    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
+    @property
+    def reads_gradient(self) -> bool:
+        return self.coupled
+
+    def update(self, flow: Flow, state: Any) -> None:
         assert flow.params is not None  # the chain has seen to it
         direction = [
             torch.add(d, p, alpha=self.weight_decay)
             for d, p in zip(flow.direction, flow.params, strict=True)
         ]
-        if not self.coupled:
-            return replace(flow, direction=direction), None
-        square = flow.square
-        if square is not None:
-            # (g + λp)² = g² + λp (2g + λp), of which only g² was released on its own.
-            square = [
-                torch.addcmul(s, p, torch.add(g, d), value=self.weight_decay)
-                for s, p, g, d in zip(square, flow.params, flow.gradient, direction, strict=True)
-            ]
-        return replace(flow, gradient=direction, direction=direction, square=square), None
+        if self.coupled:
+            if flow.square is not None:
+                # (g + λp)² = g² + λp (2g + λp), of which only g² was released on its own.
+                gradient = zip(flow.gradient, direction, strict=True)
+                flow.square = [
+                    torch.addcmul(s, p, torch.add(g, d), value=self.weight_decay)
+                    for s, p, (g, d) in zip(flow.square, flow.params, gradient, strict=True)
+                ]
+            flow.gradient = direction
+        flow.direction = direction
+
+    def fuse(self, recipe: Recipe, state: Any) -> None:
+        if self.coupled:
+            recipe.enter("l2")
+            recipe.l2 = self.weight_decay
+        else:
+            recipe.enter("decay")
+            recipe.decay = self.weight_decay
 
 
 @final
@@ -162,11 +175,17 @@ class _Ema(Stage):
     def init(self, layout: Layout, params: Any) -> MeanState:
         return MeanState(layout.zeros())
 
-    def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
+    def update(self, flow: Flow, state: MeanState) -> MeanState:
         weight = 1 - self.decay ** (flow.step + 1)
         for mean, d in zip(state.mean, flow.direction, strict=True):
             mean.lerp_(d, 1 - self.decay)
-        return replace(flow, direction=[mean / weight for mean in state.mean]), state
+        flow.direction = [mean / weight for mean in state.mean]
+        return state
+
+    def fuse(self, recipe: Recipe, state: MeanState) -> MeanState:
+        recipe.enter("mean")
+        recipe.mean, recipe.mean_decay = state.mean, self.decay
+        return state
 
 
 @final
@@ -179,15 +198,19 @@ class _AddSlowEma(Stage):
     def init(self, layout: Layout, params: Any) -> MeanState:
         return MeanState(layout.zeros())
 
-    def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
+    @property
+    def reads_gradient(self) -> bool:
+        return True
+
+    def update(self, flow: Flow, state: MeanState) -> MeanState:
         alpha, decay = self.alpha(flow.step), self.decay(flow.step)
         for mean, g in zip(state.mean, flow.gradient, strict=True):
             mean.lerp_(g, 1 - decay)
-        direction = [
+        flow.direction = [
             torch.add(d, mean, alpha=alpha)
             for d, mean in zip(flow.direction, state.mean, strict=True)
         ]
-        return replace(flow, direction=direction), state
+        return state
 
 
 @final
@@ -200,12 +223,13 @@ class _InterpolatedSign(Stage):
     def init(self, layout: Layout, params: Any) -> MeanState:
         return MeanState(layout.zeros())
 
-    def update(self, flow: Flow, state: MeanState) -> tuple[Flow, MeanState]:
+    def update(self, flow: Flow, state: MeanState) -> MeanState:
         direction: Flats = []
         for mean, d in zip(state.mean, flow.direction, strict=True):
             direction.append(torch.lerp(d, mean, self.look).sign_())
             mean.lerp_(d, 1 - self.decay)
-        return replace(flow, direction=direction), state
+        flow.direction = direction
+        return state
 
 
 @final
@@ -219,7 +243,7 @@ class _Trace(Stage):
     def init(self, layout: Layout, params: Any) -> TraceState:
         return TraceState(layout.zeros())
 
-    def update(self, flow: Flow, state: TraceState) -> tuple[Flow, TraceState]:
+    def update(self, flow: Flow, state: TraceState) -> TraceState:
         share = 1.0 if flow.step == 0 else 1 - self.dampening
         for buffer, d in zip(state.trace, flow.direction, strict=True):
             buffer.mul_(self.momentum).add_(d, alpha=share)
@@ -229,7 +253,13 @@ class _Trace(Stage):
                 torch.add(d, buffer, alpha=self.momentum)
                 for d, buffer in zip(flow.direction, state.trace, strict=True)
             ]
-        return replace(flow, direction=direction), state
+        flow.direction = direction
+        return state
+
+    def fuse(self, recipe: Recipe, state: TraceState) -> TraceState:
+        recipe.enter("momentum")
+        recipe.momentum = Momentum(state.trace, self.momentum, self.dampening, self.nesterov)
+        return state
 
 
 @final
@@ -237,22 +267,20 @@ class _Trace(Stage):
 class _ClipUpdateRms(Stage):
     limit: float
     per_tensor: bool
+    whole: ClassVar[bool] = True
 
-    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
+    def update(self, flow: Flow, state: Any) -> None:
         if self.per_tensor:
-            factors = [
-                (_rms(leaf) / self.limit).clamp_(min=1).reciprocal_()
-                for leaf in flow.layout.views(flow.direction)
-            ]
-            return replace(flow, direction=_scaled(flow, factors)), None
+            for leaf in flow.layout.views(flow.direction):
+                leaf.div_((_rms(leaf) / self.limit).clamp_(min=1))
+            return
         n = sum(d.numel() for d in flow.direction)
         if not n:
-            return flow, None
+            return
         norms = [torch.linalg.vector_norm(d) for d in flow.direction]
         norm = torch.linalg.vector_norm(torch.stack([x.to(norms[0]) for x in norms]))
         # Stays a tensor: a Python number would make the device wait.
-        factor = (norm / (n**0.5 * self.limit)).clamp_(min=1)
-        return replace(flow, direction=[d / factor.to(d) for d in flow.direction]), None
+        flow.divisor = (norm / (n**0.5 * self.limit)).clamp_(min=1)
 
 
 @final
@@ -260,27 +288,21 @@ class _ClipUpdateRms(Stage):
 class _ScaleByParameterRms(Stage):
     least: float
     why: str
+    whole: ClassVar[bool] = True
 
     @property
     def needs_params(self) -> str:
         return self.why
 
-    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
+    def update(self, flow: Flow, state: Any) -> None:
         assert flow.params is not None  # the chain has seen to it
-        factors = [_rms(leaf).clamp_(min=self.least) for leaf in flow.layout.views(flow.params)]
-        return replace(flow, direction=_scaled(flow, factors)), None
+        params = flow.layout.views(flow.params)
+        for leaf, param in zip(flow.layout.views(flow.direction), params, strict=True):
+            leaf.mul_(_rms(param).clamp_(min=self.least))
 
 
 def _rms(leaf: Tensor) -> Tensor:
     return torch.linalg.vector_norm(leaf) / max(leaf.numel(), 1) ** 0.5
-
-
-def _scaled(flow: Flow, factors: list[Tensor]) -> Flats:
-    """The direction with each leaf multiplied by a factor of its own."""
-    flats = [flat.clone() for flat in flow.direction]
-    for leaf, factor in zip(flow.layout.views(flats), factors, strict=True):
-        leaf.mul_(factor)
-    return flats
 
 
 @final
@@ -292,5 +314,8 @@ class _ScaleByLearningRate(Stage):
     def schedule(self) -> Schedule:
         return self.rate
 
-    def update(self, flow: Flow, state: Any) -> tuple[Flow, Any]:
-        return replace(flow, direction=[d * -flow.lr for d in flow.direction]), None
+    def update(self, flow: Flow, state: Any) -> None:
+        flow.scale = -flow.lr
+
+    def fuse(self, recipe: Recipe, state: Any) -> None:
+        recipe.enter("lr")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opake_lightning._tree import seat
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
 from opake_lightning.errors import CheckpointError, PrivacyError
@@ -76,6 +77,8 @@ class Run:
         """Get ready for a fit: adopt what the last one left, or start with ``key``."""
         if self._lineage:
             key = fold_in(key, self._lineage)
+        # One after the other in memory, parameters are updated in one operation.
+        seat(params)
         before, name = self.state, self._optimizer_name
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._optimizer_name = _name_of(optimizer)

@@ -1,0 +1,216 @@
+"""How long one update takes, beside torch.optim and TorchOpt.
+
+    python benchmarks/optimizers.py                      # both sizes, all optimizers
+    python benchmarks/optimizers.py --size small --only adamw sgd
+
+Everything in one table row is measured in one process, in turns, and shown as a ratio of medians:
+other work on the machine then disturbs all of it alike. A ratio below 1 is in our favour.
+
+- *in place* is what the trainer does: ``step_`` on seated parameters, update and apply, against the
+  fastest form of the same torch optimizer (loop, foreach, fused).
+- *corrected* is the same with ``noise_bias_correction`` on, against the same torch optimizer, which
+  does not have it.
+- *pure* is ``update`` and ``torchopt.apply_updates`` without writing to anything, against the same
+  of TorchOpt's optimizer.
+- *memory* is the most that an update in place allocates, against what is there anyway (parameters,
+  gradient, state).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torchopt
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from opake_lightning import optimizers
+from opake_lightning._tree import flatten, seat, unpack
+from opake_lightning.types import NoisedPytree
+
+# Matrices and biases by turns: 1.0 million elements in 150 tensors, 25 million in 300.
+SIZES = {"small": (150, 115), "large": (300, 408)}
+WARM_UP = 8  # RAdam is something else in its first five steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer here and elsewhere."""
+
+    ours: Callable[..., Any]
+    torchs: Callable[..., Any] | None = None
+    forms: tuple[str, ...] = ("loop", "foreach")
+    torchopts: Callable[..., Any] | None = None
+    corrects: bool = True
+
+
+FUSED = ("loop", "foreach", "fused")
+CASES = {
+    "adamw": Case(optimizers.adamw, torch.optim.AdamW, FUSED, torchopt.adamw),
+    "adam": Case(optimizers.adam, torch.optim.Adam, FUSED, torchopt.adam),
+    "sgd": Case(
+        lambda lr, **more: optimizers.sgd(lr, momentum=0.9, **more),
+        lambda p, lr, **more: torch.optim.SGD(p, lr, momentum=0.9, **more),
+        FUSED, lambda lr: torchopt.sgd(lr, momentum=0.9), corrects=False,
+    ),
+    "adagrad": Case(optimizers.adagrad, torch.optim.Adagrad, FUSED, torchopt.adagrad),
+    "rmsprop": Case(optimizers.rmsprop, torch.optim.RMSprop, torchopts=torchopt.rmsprop),
+    "radam": Case(optimizers.radam, torch.optim.RAdam, torchopts=torchopt.radam),
+    "adadelta": Case(optimizers.adadelta, torch.optim.Adadelta, torchopts=torchopt.adadelta),
+    "adafactor": Case(optimizers.adafactor, torch.optim.Adafactor),
+    # Those that torch has not: against its AdamW.
+    "lion": Case(optimizers.lion, torch.optim.AdamW, FUSED, corrects=False),
+    "ademamix": Case(optimizers.ademamix, torch.optim.AdamW, FUSED),
+    "schedule_free": Case(
+        lambda lr, **more: optimizers.schedule_free(
+            optimizers.adamw(lr, betas=(0.0, 0.999), **more)
+        ),
+        torch.optim.AdamW, FUSED,
+    ),
+}  # fmt: skip
+LR = 1e-3
+STDDEV = 0.01
+
+
+def tensors(size: str) -> dict[str, Tensor]:
+    n, width = SIZES[size]
+    shapes = [(width,) if i % 2 else (width, width) for i in range(n)]
+    return {f"layers.{i}": torch.randn(shape) * 0.1 for i, shape in enumerate(shapes)}
+
+
+def in_torch(make: Callable[..., Any], form: str, size: str) -> Callable[[], object]:
+    params = [torch.nn.Parameter(value) for value in tensors(size).values()]
+    for param in params:
+        param.grad = torch.randn_like(param) * 0.01
+    how = {"foreach": form == "foreach"} | ({"fused": True} if form == "fused" else {})
+    return make(params, lr=LR, **how).step
+
+
+def in_place(optimizer: Any, size: str, stddev: float) -> tuple[Callable[[], object], int]:
+    """The update, and the bytes of what is there anyway."""
+    params = {name: torch.nn.Parameter(value) for name, value in tensors(size).items()}
+    seat(params)
+    layout = flatten(params)[1]
+    gradient = unpack([torch.randn(group.total) * 0.01 for group in layout.groups], layout)
+    state = optimizer.init(params)
+
+    def update() -> None:
+        nonlocal state
+        # Its memory may be written over, as the trainer's is; what it holds is not the point.
+        state = optimizer.step_(NoisedPytree(gradient, stddev), state, params)
+
+    held = [params, gradient, *states_of(state)]
+    return update, sum(leaf.nbytes for leaf in optree.tree_leaves(held))
+
+
+def states_of(state: Any) -> list[Any]:
+    stages = [x for x in getattr(state, "stages", state).values() if not isinstance(x, int)]
+    values = [getattr(stage, field) for stage in stages for field in stage.__slots__]
+    return [value for value in values if not isinstance(value, (int, float))]
+
+
+def pure(optimizer: Any, size: str, **how: Any) -> Callable[[], object]:
+    params, gradient = tensors(size), tensors(size)
+    state = optimizer.init(params)
+
+    def update() -> None:
+        nonlocal params, state
+        moves, state = optimizer.update(gradient, state, params=params, **how)
+        params = torchopt.apply_updates(params, moves, inplace=False)
+
+    return update
+
+
+def medians(updates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Milliseconds of each, taken in turns."""
+    for update in updates.values():
+        for _ in range(WARM_UP):
+            update()
+    times: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(rounds):
+        for name, update in updates.items():
+            start = time.perf_counter()
+            update()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def allocated(update: Callable[[], object]) -> int:
+    """The most bytes that ``update`` holds at a time of what it allocates."""
+    for _ in range(WARM_UP):
+        update()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        update()
+    kineto = profiled.profiler.kineto_results
+    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:
+    """One line of the table."""
+    updates: dict[str, Callable[[], object]] = {}
+    for form in case.forms:
+        updates[form] = in_torch(case.torchs, form, size)
+    plain, held = in_place(case.ours(lr=LR), size, 0.0)
+    updates["in place"] = plain
+    if case.corrects:
+        corrected = case.ours(lr=LR, noise_bias_correction=True)
+        updates["corrected"], _ = in_place(corrected, size, STDDEV)
+    memory = allocated(plain)
+    took = medians(updates, rounds)
+    best = min(case.forms, key=took.__getitem__)
+    functional: dict[str, float] = {}
+    if case.torchopts is not None:
+        both = {"ours": case.ours(lr=LR), "torchopt": case.torchopts(lr=LR)}
+        runs = {
+            "ours": pure(both["ours"], size),
+            "torchopt": pure(both["torchopt"], size, inplace=False),
+        }
+        functional = medians(runs, max(3, rounds // 3))
+    gc.collect()
+    line = {"optimizer": name, "torch": f"{took[best]:.2f} ms ({best})"}
+    for key in ("in place", "corrected"):
+        line[key] = f"{took[key] / took[best]:.2f}" if key in took else ""
+    line["pure"] = f"{functional['ours'] / functional['torchopt']:.2f}" if functional else ""
+    line["memory"] = f"{100 * memory / held:.1f} % ({memory / 2**20:.1f} MiB)"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, help="default: 60 for small, 15 for large")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    for size in SIZES if options.size == "both" else [options.size]:
+        n, width = SIZES[size]
+        total = n // 2 * (width * width + width)
+        print(f"\n{n} tensors, {total / 1e6:.1f} million float32, {options.threads} threads, "
+              f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+        widths: dict[str, int] = {}
+        for name in options.only:
+            line = row(name, CASES[name], size, options.rounds or (60 if size == "small" else 15))
+            if not widths:
+                widths = {key: max(len(key), len(value), 10) + 2 for key, value in line.items()}
+                print("".join(key.ljust(width) for key, width in widths.items()))
+            print("".join(line[key].ljust(width) for key, width in widths.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

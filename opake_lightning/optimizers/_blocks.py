@@ -1,0 +1,197 @@
+"""The stages one after the other, over stretches of the flat tensors that stay in cache.
+
+So a model passes between memory and processor once for all stages, not once for each operation,
+and what a stage computes on the way takes little room. A stage that has to see the whole model ends
+a run of such stages; what the direction is by then is kept in one buffer of the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import groupby, repeat
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from opake_lightning.optimizers._stage import Flats, Flow, Stage, tree_fields
+
+__all__ = ["Pass"]
+
+# Elements of a stretch: for each thread, or on another device.
+_BLOCK = 1 << 16
+_BLOCK_ELSEWHERE = 1 << 22
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One way of a gradient through the stages.
+
+    Attributes:
+        stages: By name.
+        before: Their states, with flat tensors for pytrees.
+        after: States whose flat tensors the new states are written to; those of ``before`` to
+            write in place.
+        buffer: Flat tensors for the direction; may be those of the gradient.
+        params: Flat tensors that the update is added to; None to leave it in ``buffer``.
+    """
+
+    stages: Mapping[str, Stage]
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    buffer: Flats
+    params: Flats | None
+
+    def run(self, flow: Flow) -> dict[str, Any]:
+        """Pass ``flow`` through; returns the new states."""
+        runs = [(whole, dict(part)) for whole, part in groupby(self.stages.items(), _sees_whole)]
+        new = dict(self.after)
+        # The buffer may be the gradient, and keeps no more than a direction.
+        late = any(stage.reads_gradient for _, part in runs[1:] for stage in part.values())
+        if late or not flow.direction:
+            self._copy(self.stages)
+            new.update(_through(self.stages, flow, self.after, owned=False))
+            self._finish(flow, self.buffer, self.params)
+            return new
+        for index, (whole, part) in enumerate(runs):
+            params = self.params if index == len(runs) - 1 else None
+            if whole:
+                self._finish(flow, self.buffer, None)
+                self._copy(part)
+                new.update(_through(part, flow, self.after, owned=True))
+            else:
+                new.update(self._in_blocks(part, flow, params))
+                if params is not None:
+                    return new
+                flow.direction, flow.scale, flow.divisor = self.buffer, 1.0, None
+        self._finish(flow, self.buffer, self.params)
+        return new
+
+    def _in_blocks(
+        self, part: Mapping[str, Stage], flow: Flow, params: Flats | None
+    ) -> dict[str, Any]:
+        stateful = [name for name, stage in part.items() if stage.stateful]
+        last: dict[str, Any] = {}
+        for index, flat in enumerate(flow.direction):
+            size = _block_size(flat)
+            own = {name: _pieces(self.after[name], index, size) for name in stateful}
+            olds = {name: _pieces(self.before[name], index, size) for name in stateful}
+            places = zip(
+                _flow_pieces(flow, index, size),
+                _column(self.buffer, index, size),
+                _column(params, index, size),
+                strict=False,
+            )
+            for k, (piece, buffer, target) in enumerate(places):
+                states = {name: pieces[k] for name, pieces in own.items()}
+                if self.after is not self.before:
+                    for name in stateful:
+                        _copy_state(olds[name][k], states[name])
+                last = _through(part, piece, states, owned=False)
+                self._finish(piece, buffer, target)
+        return {name: _with_numbers(self.after[name], last[name]) for name in stateful}
+
+    def _copy(self, part: Mapping[str, Stage]) -> None:
+        if self.after is not self.before:
+            for name, stage in part.items():
+                if stage.stateful:
+                    _copy_state(self.before[name], self.after[name])
+
+    @staticmethod
+    def _finish(flow: Flow, buffer: Flats, params: Flats | None) -> None:
+        if params is not None:
+            _settle(flow, owned=flow.direction is buffer)
+            for param, d in zip(params, flow.direction, strict=True):
+                param.add_(d)
+            return
+        for flat, d in zip(buffer, flow.direction, strict=True):
+            if flow.divisor is not None:
+                torch.div(d, flow.divisor.to(d), out=flat).mul_(flow.scale)
+            elif flow.scale != 1:
+                torch.mul(d, flow.scale, out=flat)
+            elif d is not flat:
+                flat.copy_(d)
+        flow.direction, flow.scale, flow.divisor = buffer, 1.0, None
+
+
+def _sees_whole(item: tuple[str, Stage]) -> bool:
+    return item[1].whole
+
+
+def _block_size(flat: Tensor) -> int:
+    return _BLOCK * torch.get_num_threads() if flat.device.type == "cpu" else _BLOCK_ELSEWHERE
+
+
+def _through(
+    part: Mapping[str, Stage], flow: Flow, states: Mapping[str, Any], *, owned: bool
+) -> dict[str, Any]:
+    """Pass ``flow`` through ``part``, giving the new states."""
+    new: dict[str, Any] = {}
+    for name, stage in part.items():
+        _settle(flow, owned=owned)
+        if stage.whole and not owned:
+            flow.direction = [d.clone() for d in flow.direction]
+        after = stage.update(flow, states.get(name))
+        if stage.stateful:
+            new[name] = after
+    return new
+
+
+def _settle(flow: Flow, *, owned: bool) -> None:
+    """Multiply and divide the direction as it is to be; in place if it is ours to write to."""
+    divisor, scale = flow.divisor, flow.scale
+    if divisor is not None:
+        places = flow.direction if owned else [None] * len(flow.direction)
+        pairs = zip(flow.direction, places, strict=True)
+        flow.direction = [torch.div(d, divisor.to(d), out=place) for d, place in pairs]
+    if scale != 1:
+        places = flow.direction if owned else [None] * len(flow.direction)
+        pairs = zip(flow.direction, places, strict=True)
+        flow.direction = [torch.mul(d, scale, out=place) for d, place in pairs]
+    flow.divisor, flow.scale = None, 1.0
+
+
+def _flow_pieces(flow: Flow, index: int, size: int) -> Iterator[Flow]:
+    """``flow`` in stretches of one of its flat tensors, one at a time: they fill up on the way."""
+    gradient = _column(flow.gradient, index, size)
+    direction = gradient
+    if flow.direction is not flow.gradient:
+        direction = _column(flow.direction, index, size)
+    columns = zip(
+        gradient, direction, _column(flow.square, index, size), _column(flow.params, index, size),
+        strict=False,
+    )  # fmt: skip
+    for g, d, square, params in columns:
+        yield replace(flow, gradient=g, direction=d, square=square, params=params)
+
+
+def _column(flats: Flats | None, index: int, size: int) -> Iterable[Any]:
+    """Stretches of one flat tensor, each as a list of one; or None for each, without end."""
+    if flats is None:
+        return repeat(None)
+    return [[piece] for piece in flats[index].split(size)]
+
+
+def _pieces(state: Any, index: int, size: int) -> list[Any]:
+    """``state`` in stretches of one of its flat tensors."""
+    columns: list[Any] = []
+    for field in fields(state):
+        value = getattr(state, field.name)
+        number = isinstance(value, (int, float))
+        columns.append(repeat(value) if number else _column(value, index, size))
+    return [type(state)(*row) for row in zip(*columns, strict=False)]
+
+
+def _copy_state(old: Any, new: Any) -> None:
+    for name in tree_fields(old):
+        for source, target in zip(getattr(old, name), getattr(new, name), strict=True):
+            target.copy_(source)
+
+
+def _with_numbers(state: Any, other: Any) -> Any:
+    """``state`` with the numbers of ``other``."""
+    trees = set(tree_fields(state))
+    numbers = {f.name: getattr(other, f.name) for f in fields(state) if f.name not in trees}
+    return replace(state, **numbers)
