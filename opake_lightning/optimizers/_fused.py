@@ -123,6 +123,9 @@ class Recipe:
         known = ("l2", "mean", "moment", "momentum", "decay", "lr")
         entered = self._entered.split()
         adam = self.moment is not None and self.momentum is None and not (self.l2 and self.decay)
+        # Noise is taken off before the kernel multiplies by what is kept.
+        if self.moment is not None and self.moment.noise and not self.moment.keep:
+            return False
         sgd = self.moment is None and self.mean is None and not self.decay
         return (
             self.possible

@@ -48,6 +48,7 @@ ALL = {
     "adam": lambda: adam(0.1, weight_decay=0.1),
     "adamw": lambda: adamw(0.1, weight_decay=0.1),
     "adamw-corrected": lambda: adamw(0.1, weight_decay=0.1, **CORRECT),
+    "adamw-corrected-keeping-nothing": lambda: adamw(0.1, (0.9, 0.0), **CORRECT),
     "adamw-clip": lambda: adamw(0.1, update_rms_clip=0.5, **CORRECT),
     "radam": lambda: radam(0.1, weight_decay=0.1),
     "radam-corrected": lambda: radam(0.1, weight_decay=0.1, decoupled_weight_decay=True, **CORRECT),
