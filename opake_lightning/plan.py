@@ -19,7 +19,7 @@ from opake_lightning.accounting import GaussianEvent, Ledger, calibrate
 from opake_lightning.dpsgd import accounting as dpsgd_accounting
 from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
-from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
+from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.random import RngKey, fold_in
@@ -113,14 +113,7 @@ class DPSGD:
             PrivacyError: If the batch is larger than the dataset, or there is a target but no
                 planned end, or the target is already spent.
         """
-        _check.positive_int("n_examples", n_examples, why="the training dataset is empty")
-        _check.positive_int("batch_size", batch_size)
-        if batch_size > n_examples:
-            raise PrivacyError(
-                f"batch_size={batch_size} is larger than the dataset ({n_examples} examples); use "
-                f"batch_size={n_examples} to draw every example at every step"
-            )
-        rate = batch_size / n_examples
+        rate = expected_rate(batch_size, n_examples)
         if self.noise_multiplier is not None:
             return Mechanism(self, self.noise_multiplier, n_examples, batch_size, None)
         if not planned_steps:

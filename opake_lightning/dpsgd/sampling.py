@@ -13,9 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opake_lightning import _check
+from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in
 
-__all__ = ["poisson_indices", "rank_share"]
+__all__ = ["expected_rate", "poisson_indices", "rank_share"]
+
+
+def expected_rate(batch_size: int, n_examples: int) -> float:
+    """The rate at which ``batch_size`` of ``n_examples`` are expected to be drawn.
+
+    Raises:
+        ValueError: If there are no examples, or ``batch_size`` is not > 0.
+        PrivacyError: If the batch is larger than the dataset.
+
+    >>> expected_rate(256, 1024)
+    0.25
+    """
+    _check.positive_int("n_examples", n_examples, why="the training dataset is empty")
+    _check.positive_int("batch_size", batch_size)
+    if batch_size > n_examples:
+        raise PrivacyError(
+            f"batch_size={batch_size} is larger than the dataset ({n_examples} examples); use "
+            f"batch_size={n_examples} to draw every example at every step"
+        )
+    return batch_size / n_examples
 
 
 def poisson_indices(

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from opake_lightning import _check
 from opake_lightning._tree import BATCH_NAMESPACE
-from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
+from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
 
@@ -90,13 +90,7 @@ class PoissonLoader:
         if not loader_kwargs.pop("in_order", True):
             raise ValueError("PoissonLoader needs in_order=True: a batch belongs to one step")
         n = len(cast("Sized", dataset))
-        _check.positive_int("len(dataset)", n, why="the training dataset is empty")
-        _check.positive_int("batch_size", batch_size)
-        if batch_size > n:
-            raise PrivacyError(
-                f"batch_size={batch_size} is larger than the dataset ({n} examples); use "
-                f"batch_size={n} to draw every example at every step"
-            )
+        expected_rate(batch_size, n)  # refuses what cannot be drawn
         self.dataset = dataset
         self.batch_size = batch_size
         self.n_examples = n
