@@ -10,6 +10,7 @@ other work on the machine then disturbs all of it alike. A ratio below 1 is in o
   fastest form of the same torch optimizer (loop, foreach, fused).
 - *corrected* is the same with ``noise_bias_correction`` on, against the same torch optimizer, which
   does not have it.
+- *compiled* is *corrected* with ``optimizer.compiled()``, where that makes a difference.
 - *pure* is ``update`` and ``torchopt.apply_updates`` without writing to anything, against the same
   of TorchOpt's optimizer.
 - *memory* is the most that an update in place allocates, against what is there anyway (parameters,
@@ -51,20 +52,25 @@ class Case:
     forms: tuple[str, ...] = ("loop", "foreach")
     torchopts: Callable[..., Any] | None = None
     corrects: bool = True
+    compiles: bool = False
 
 
 FUSED = ("loop", "foreach", "fused")
 CASES = {
-    "adamw": Case(optimizers.adamw, torch.optim.AdamW, FUSED, torchopt.adamw),
-    "adam": Case(optimizers.adam, torch.optim.Adam, FUSED, torchopt.adam),
+    "adamw": Case(optimizers.adamw, torch.optim.AdamW, FUSED, torchopt.adamw, compiles=True),
+    "adam": Case(optimizers.adam, torch.optim.Adam, FUSED, torchopt.adam, compiles=True),
     "sgd": Case(
         lambda lr, **more: optimizers.sgd(lr, momentum=0.9, **more),
         lambda p, lr, **more: torch.optim.SGD(p, lr, momentum=0.9, **more),
         FUSED, lambda lr: torchopt.sgd(lr, momentum=0.9), corrects=False,
     ),
-    "adagrad": Case(optimizers.adagrad, torch.optim.Adagrad, FUSED, torchopt.adagrad),
-    "rmsprop": Case(optimizers.rmsprop, torch.optim.RMSprop, torchopts=torchopt.rmsprop),
-    "radam": Case(optimizers.radam, torch.optim.RAdam, torchopts=torchopt.radam),
+    "adagrad": Case(
+        optimizers.adagrad, torch.optim.Adagrad, FUSED, torchopt.adagrad, compiles=True
+    ),
+    "rmsprop": Case(
+        optimizers.rmsprop, torch.optim.RMSprop, torchopts=torchopt.rmsprop, compiles=True
+    ),
+    "radam": Case(optimizers.radam, torch.optim.RAdam, torchopts=torchopt.radam, compiles=True),
     "adadelta": Case(optimizers.adadelta, torch.optim.Adadelta, torchopts=torchopt.adadelta),
     "adafactor": Case(optimizers.adafactor, torch.optim.Adafactor),
     # Those that torch has not: against its AdamW.
@@ -169,6 +175,8 @@ def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:
     if case.corrects:
         corrected = case.ours(lr=LR, noise_bias_correction=True)
         updates["corrected"], _ = in_place(corrected, size, STDDEV)
+        if case.compiles:
+            updates["compiled"], _ = in_place(corrected.compiled(), size, STDDEV)
     memory = allocated(plain)
     took = medians(updates, rounds)
     best = min(case.forms, key=took.__getitem__)
@@ -182,7 +190,7 @@ def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:
         functional = medians(runs, max(3, rounds // 3))
     gc.collect()
     line = {"optimizer": name, "torch": f"{took[best]:.2f} ms ({best})"}
-    for key in ("in place", "corrected"):
+    for key in ("in place", "corrected", "compiled"):
         line[key] = f"{took[key] / took[best]:.2f}" if key in took else ""
     line["pure"] = f"{functional['ours'] / functional['torchopt']:.2f}" if functional else ""
     line["memory"] = f"{100 * memory / held:.1f} % ({memory / 2**20:.1f} MiB)"

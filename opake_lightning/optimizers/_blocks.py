@@ -15,12 +15,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from opake_lightning.optimizers._fused import stretch
 from opake_lightning.optimizers._stage import Flats, Flow, Stage, tree_fields
 
 __all__ = ["Pass"]
 
 # Elements of a stretch: for each thread, or on another device.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 _BLOCK_ELSEWHERE = 1 << 22
 
 
@@ -75,7 +76,7 @@ class Pass:
         stateful = [name for name, stage in part.items() if stage.stateful]
         last: dict[str, Any] = {}
         for index, flat in enumerate(flow.direction):
-            size = _block_size(flat)
+            size = stretch(flow.direction, _most(flat), share=64)
             own = {name: _pieces(self.after[name], index, size) for name in stateful}
             olds = {name: _pieces(self.before[name], index, size) for name in stateful}
             places = zip(
@@ -120,7 +121,7 @@ def _sees_whole(item: tuple[str, Stage]) -> bool:
     return item[1].whole
 
 
-def _block_size(flat: Tensor) -> int:
+def _most(flat: Tensor) -> int:
     return _BLOCK * torch.get_num_threads() if flat.device.type == "cpu" else _BLOCK_ELSEWHERE
 
 

@@ -23,7 +23,9 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-__all__ = ["Moment", "Momentum", "Recipe"]
+from opake_lightning.optimizers import _compiled
+
+__all__ = ["Moment", "Momentum", "Recipe", "stretch"]
 
 _adam_: Callable[..., None] = cast("Any", torch)._fused_adam_
 _adamw_: Callable[..., None] = cast("Any", torch)._fused_adamw_
@@ -32,7 +34,15 @@ _sgd_: Callable[..., None] = cast("Any", torch)._fused_sgd_
 
 # Elements per call, where several have to be made. Measured: with fewer the calls themselves take
 # long, with more the tensors leave the cache in between.
-_BLOCK = 1 << 19
+_BLOCK = 1 << 20
+
+
+def stretch(flats: Sequence[Tensor], most: int, *, share: int) -> int:
+    """Elements to take at a time: ``most``, or one in ``share`` of a model for which that is much.
+
+    What is computed on the way then takes little memory beside the model's own.
+    """
+    return min(most, max(sum(flat.numel() for flat in flats) // share, 1 << 15))
 
 
 @final
@@ -97,11 +107,13 @@ class Recipe:
         mean_decay: Its decay.
         momentum: SGD's, if any.
         moment: Accumulated squares, if any.
+        compiled: Whether to try a compiled kernel where noise is taken off.
     """
 
     step: int
     variance: float
     lr: float
+    compiled: bool = False
     possible: bool = True
     l2: float = 0.0
     decay: float = 0.0
@@ -137,6 +149,7 @@ class Recipe:
 
     def run(self, params: Sequence[Tensor], gradient: Sequence[Tensor]) -> None:
         """Update the state, and apply the update to ``params``, in place."""
+        size = stretch(params, _BLOCK, share=16)
         for index, (param, g) in enumerate(zip(params, gradient, strict=True)):
             if not param.numel():
                 continue
@@ -145,7 +158,7 @@ class Recipe:
             elif self._is_adagrad(self.moment):
                 self._adagrad(param, g, index, self.moment)
             else:
-                self._adam(param, g, index, self.moment)
+                self._adam(param, g, index, self.moment, size)
 
     def _sgd(self, param: Tensor, gradient: Tensor, index: int) -> None:
         momentum = self.momentum
@@ -171,14 +184,16 @@ class Recipe:
             lr=self.lr, lr_decay=0.0, weight_decay=self.l2, eps=moment.eps, maximize=False,
         )  # fmt: skip
 
-    def _adam(self, param: Tensor, gradient: Tensor, index: int, moment: Moment) -> None:
+    def _adam(self, param: Tensor, gradient: Tensor, index: int, moment: Moment, size: int) -> None:
         total, noisy = moment.keep + moment.add, bool(moment.noise)
+        if noisy and self.compiled and self._compiled(param, gradient, index, moment):
+            return
         gain = moment.gain
         if self.mean_decay and moment.bias_step != self.step + 1:
             gain *= 1 - self.mean_decay**moment.bias_step
             gain /= 1 - self.mean_decay ** (self.step + 1)
-        in_one = self.mean is not None and not noisy and total == 1
-        size = param.numel() if in_one else _BLOCK
+        if self.mean is not None and not noisy and total == 1:
+            size = param.numel()
         pieces = param.split(size)
         if self.mean is None:
             scratch = torch.zeros_like(pieces[0])
@@ -204,3 +219,20 @@ class Recipe:
                 v.mul_(total)
             if noisy:
                 v.add_(min(moment.noise, most))
+
+    def _compiled(self, param: Tensor, gradient: Tensor, index: int, moment: Moment) -> bool:
+        """Whether a compiled kernel has done it."""
+        numbers = _compiled.Numbers(
+            l2=self.l2,
+            mean_add=1 - self.mean_decay,
+            keep=moment.keep,
+            add=moment.add,
+            noise=moment.noise,
+            weight=moment.weight,
+            least=moment.least,
+            eps=moment.eps,
+            rate=self.lr * moment.gain / (1 - self.mean_decay ** (self.step + 1)),
+            shrink=1 - self.lr * self.decay,
+        )
+        mean = None if self.mean is None else self.mean[index]
+        return _compiled.run(param, gradient, mean, moment.square[index], numbers)

@@ -96,14 +96,8 @@ def schedule_free(
         stages[name] = scale_by_learning_rate(rate)
     average = average_iterates(beta, weight_power=weight_power, weight_lr_power=weight_lr_power)
     inner = chain(f"schedule_free({base.name})", **stages, average=average)
-    parts = _ScheduleFree(inner)
     return NoiseAwareTransformation(
-        parts.init,
-        parts.update,
-        step_=parts.step_,
-        name=inner.name,
-        lr=inner.lr,
-        stages=inner.stages,
+        _ScheduleFree(inner), name=inner.name, lr=inner.lr, stages=inner.stages
     )
 
 
@@ -180,6 +174,9 @@ class _AverageIterates(Stage):
 @dataclass(frozen=True, slots=True)
 class _ScheduleFree:
     inner: NoiseAwareTransformation
+
+    def compiled(self) -> _ScheduleFree:
+        return _ScheduleFree(self.inner.compiled())
 
     def init(self, params: Any) -> ScheduleFreeState:
         return ScheduleFreeState(self.inner.init(params))
