@@ -34,7 +34,7 @@ import torchopt
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from opake_lightning import optimizers
+from opake_lightning import _pool, optimizers
 from opake_lightning._tree import flatten, seat, unpack
 from opake_lightning.types import NoisedPytree
 
@@ -106,7 +106,8 @@ def in_place(optimizer: Any, size: str, stddev: float) -> tuple[Callable[[], obj
     params = {name: torch.nn.Parameter(value) for name, value in tensors(size).items()}
     seat(params)
     layout = flatten(params)[1]
-    gradient = unpack([torch.randn(group.total) * 0.01 for group in layout.groups], layout)
+    # As the clipping code makes it.
+    gradient = unpack([flat.normal_(std=0.01) for flat in layout.zeros()], layout)
     state = optimizer.init(params)
 
     def update() -> None:
@@ -154,15 +155,28 @@ def allocated(update: Callable[[], object]) -> int:
     """The most bytes that ``update`` holds at a time of what it allocates."""
     for _ in range(WARM_UP):
         update()
+    # Memory that was there before counts as well, if it is taken for this update.
+    taken = 0
+    empty = _pool.empty
+
+    def counting(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        nonlocal taken
+        before = _pool.pool.lent
+        flat = empty(n, dtype, device)
+        taken += _pool.pool.lent - before
+        return flat
+
+    _pool.empty = counting
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         update()
+    _pool.empty = empty
     kineto = profiled.profiler.kineto_results
     events = [event for event in kineto.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
-    return most
+    return most + taken
 
 
 def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:

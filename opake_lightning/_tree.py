@@ -11,26 +11,30 @@ never kept in a narrower type, whatever type the parameters have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Any, cast
+from typing import Any, cast, final
 
 import optree
 import torch
 from torch import Tensor
 
+from opake_lightning import _pool
+
 __all__ = [
     "BATCH_NAMESPACE",
     "Layout",
+    "Scattered",
     "bases",
     "flatten",
     "layout_of",
     "leaves_with_paths",
     "pack",
     "packed",
+    "readable",
     "seat",
     "unpack",
     "wide",
@@ -64,9 +68,13 @@ class Layout:
     shapes: tuple[torch.Size, ...]
     strides: tuple[tuple[int, ...], ...]
     groups: tuple[_Group, ...]
+    wide: bool  # whether every leaf has the type of its flat tensor
 
     def leaves(self, tree: Any) -> list[Tensor]:
         """Flatten ``tree``, which must have this layout's structure and shapes."""
+        leaves = self.fitting(tree)
+        if leaves is not None:
+            return leaves
         leaves, treespec = _flatten(tree)
         if treespec != self.treespec:
             raise ValueError(
@@ -82,9 +90,24 @@ class Layout:
             raise ValueError(f"{path}: expected shape {tuple(shape)}, got {tuple(leaf.shape)}")
         return leaves
 
+    def fitting(self, tree: Any) -> list[Tensor] | None:
+        """The leaves of ``tree``, or None if it has another structure or other shapes."""
+        try:
+            # Many times faster than to find out the structure of the tree and compare.
+            leaves = cast("list[Tensor]", self.treespec.flatten_up_to(tree))
+        except (TypeError, ValueError):
+            return None
+        if not _are_tensors(leaves) or tuple([leaf.shape for leaf in leaves]) != self.shapes:
+            return None
+        return leaves
+
+    def empty(self) -> list[Tensor]:
+        """Flat tensors of any content."""
+        return [_pool.empty(g.total, g.dtype, g.device) for g in self.groups]
+
     def zeros(self) -> list[Tensor]:
         """Flat tensors of zeros."""
-        return [torch.zeros(g.total, dtype=g.dtype, device=g.device) for g in self.groups]
+        return [flat.zero_() for flat in self.empty()]
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The leaves, as views into ``flats``, in leaf order."""
@@ -141,7 +164,9 @@ def _layout(
                 tuple([offset * dtype.itemsize for _, offset in filled]),
             )
         )  # fmt: skip
-    return Layout(treespec, shapes, tuple(map(_contiguous, shapes)), tuple(groups))
+    strides = tuple(map(_contiguous, shapes))
+    is_wide = all(wide(dtype) == dtype for dtype, _ in kinds)
+    return Layout(treespec, shapes, strides, tuple(groups), is_wide)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
@@ -156,18 +181,57 @@ def pack(tree: Any, layout: Layout) -> list[Tensor]:
     out: list[Tensor] = []
     for group in layout.groups:
         flat = _shared_base(leaves, group)
-        if flat is None:
-            flat = torch.cat([_flat(leaves[i], group) for i in group.members])
-        out.append(flat)
+        out.append(_gathered(leaves, group) if flat is None else flat)
     return out
+
+
+def readable(tree: Any, layout: Layout) -> list[Tensor | Scattered]:
+    """As :func:`pack`, but where leaves would have to be copied, they are only when read."""
+    leaves = layout.leaves(tree)
+    found = [(_shared_base(leaves, group), group) for group in layout.groups]
+    return [Scattered(leaves, group) if flat is None else flat for flat, group in found]
+
+
+@final
+class Scattered:
+    """The leaves of one group, wherever they lie, to be read a stretch at a time.
+
+    Args:
+        leaves: Those of the whole tree.
+        group: Of some of them, one at least with elements in it.
+    """
+
+    def __init__(self, leaves: list[Tensor], group: _Group) -> None:
+        self._leaves = [leaves[i] for i in group.filled]
+        self._group = group
+        self.dtype, self.device = group.dtype, group.device
+
+    def numel(self) -> int:
+        """The number of elements of all of them."""
+        return self._group.total
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """As ``split`` of the flat tensor; what it gives is to be used before the next."""
+        scratch = torch.empty(min(size, self.numel()), dtype=self.dtype, device=self.device)
+        pieces: list[Tensor] = []
+        room = size
+        for leaf in self._leaves:
+            rest = leaf.reshape(-1).to(scratch).detach()
+            n = rest.numel()
+            while n >= room:
+                yield _joined([*pieces, rest[:room]], scratch)
+                rest, n, pieces, room = rest[room:], n - room, [], size
+            if n:
+                pieces.append(rest)
+                room -= n
+        if pieces:
+            yield _joined(pieces, scratch[: size - room])
 
 
 def packed(tree: Any, layout: Layout) -> list[Tensor] | None:
     """The flat tensors behind ``tree``, or None if it is not made of views of such."""
-    leaves, treespec = _flatten(tree)
-    if treespec != layout.treespec or tuple([leaf.shape for leaf in leaves]) != layout.shapes:
-        return None
-    return bases(leaves, layout)
+    leaves = layout.fitting(tree)
+    return None if leaves is None else bases(leaves, layout)
 
 
 def bases(leaves: list[Tensor], layout: Layout) -> list[Tensor] | None:
@@ -195,7 +259,7 @@ def seat(tree: Any) -> None:
     for group in layout.groups:
         members = [leaves[i] for i in group.members]
         if _shared_base(leaves, group) is None and _can_move(members, group):
-            flat = torch.cat([_flat(leaf, group) for leaf in members])
+            flat = _gathered(leaves, group)
             for leaf, offset in zip(members, group.offsets, strict=True):
                 leaf.data = flat.narrow(0, offset, leaf.numel()).view(leaf.shape)
 
@@ -214,13 +278,17 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Tensor]]:
 
 def _flatten(tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, treespec = optree.tree_flatten(tree)
-    # Asked of every tree in every step, so not one by one.
-    if not all(issubclass(kind, Tensor) for kind in set(map(type, leaves))):
+    if not _are_tensors(leaves):
         leaf = next(leaf for leaf in leaves if not isinstance(leaf, Tensor))
         raise TypeError(
             f"expected a pytree of tensors, got a leaf of type {type(leaf).__name__}: {leaf!r}"
         )
     return cast("list[Tensor]", leaves), treespec
+
+
+def _are_tensors(leaves: list[Any]) -> bool:
+    # Asked of every tree in every step, so not one by one.
+    return all(issubclass(kind, Tensor) for kind in set(map(type, leaves)))
 
 
 def _shared_base(leaves: list[Tensor], group: _Group) -> Tensor | None:
@@ -244,8 +312,16 @@ def _shared_base(leaves: list[Tensor], group: _Group) -> Tensor | None:
     return first.as_strided((group.total,), (1,), begin)
 
 
-def _flat(leaf: Tensor, group: _Group) -> Tensor:
-    return leaf.detach().reshape(-1).to(device=group.device, dtype=group.dtype)
+def _gathered(leaves: list[Tensor], group: _Group) -> Tensor:
+    """The group's leaves one after the other in a new flat tensor."""
+    flat = _pool.empty(group.total, group.dtype, group.device)
+    # Always a copy: whoever gets it may write to it.
+    return torch.cat([leaves[i].detach().reshape(-1).to(flat) for i in group.members], out=flat)
+
+
+def _joined(pieces: list[Tensor], flat: Tensor) -> Tensor:
+    """The pieces one after the other: in ``flat``, unless there is but one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, out=flat)
 
 
 def _can_move(leaves: list[Tensor], group: _Group) -> bool:

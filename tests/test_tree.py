@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import optree
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opake_lightning._tree import layout_of, leaves_with_paths, pack, unpack, wide
+from opake_lightning._tree import layout_of, leaves_with_paths, pack, readable, unpack, wide
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -114,3 +115,34 @@ def test_what_cannot_be_trained_is_refused_by_path(tree, error, message):
 def test_a_tree_of_another_form_is_refused(tree, message):
     with pytest.raises(ValueError, match=message):
         pack(tree, layout_of({"a": {"x": torch.zeros(2)}}))
+
+
+@given(leaves=leaves, size=st.integers(1, 30))
+def test_scattered_leaves_read_in_stretches_are_the_packed_ones(leaves, size):
+    tree = {
+        f"{i}": numbered(*spec, 10 * i).clone().requires_grad_() for i, spec in enumerate(leaves)
+    }
+    layout = layout_of(tree)
+    for flat, read in zip(pack(tree, layout), readable(tree, layout), strict=True):
+        stretches = [piece.clone() for piece in read.split(size)]
+        assert all(len(piece) == size for piece in stretches[:-1])
+        assert torch.equal(torch.cat(stretches), flat)
+
+
+def test_a_leaf_that_is_not_contiguous_is_read_in_its_own_order():
+    tree = [torch.arange(6.0).view(2, 3).t(), torch.arange(4.0)[::2]]
+    (read,) = readable(tree, layout_of(tree))
+    assert [piece.tolist() for piece in read.split(5)] == [[0, 3, 1, 4, 2], [5, 0, 2]]
+
+
+def test_packed_leaves_are_not_read_but_found():
+    layout = layout_of([torch.zeros(3), torch.zeros(2)])
+    flats = layout.zeros()
+    (read,) = readable(unpack(flats, layout), layout)
+    assert read.data_ptr() == flats[0].data_ptr()
+
+
+def test_dicts_fit_by_their_keys_whatever_their_order():
+    layout = layout_of({"a": torch.zeros(2), "b": torch.zeros(1)})
+    leaves = layout.leaves(OrderedDict(b=torch.ones(1), a=torch.zeros(2)))
+    assert [leaf.tolist() for leaf in leaves] == [[0, 0], [1]]

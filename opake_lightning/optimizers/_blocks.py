@@ -3,6 +3,7 @@
 So a model passes between memory and processor once for all stages, not once for each operation,
 and what a stage computes on the way takes little room. A stage that has to see the whole model ends
 a run of such stages; what the direction is by then is kept in one buffer of the model's size.
+Where one kernel can do what all of the stages do, it is given the stretches.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from opake_lightning.optimizers._fused import stretch
+from opake_lightning.optimizers._fused import Recipe, stretch
 from opake_lightning.optimizers._stage import Flats, Flow, Stage, tree_fields
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "recipe_for"]
 
 # Elements of a stretch: for each thread, or on another device.
 _BLOCK = 1 << 17
@@ -74,9 +75,10 @@ class Pass:
         self, part: Mapping[str, Stage], flow: Flow, params: Flats | None
     ) -> dict[str, Any]:
         stateful = [name for name, stage in part.items() if stage.stateful]
-        last: dict[str, Any] = {}
+        last: dict[str, Any] | None = {}
         for index, flat in enumerate(flow.direction):
-            size = stretch(flow.direction, _most(flat), share=64)
+            share = 64 if self.after is self.before else 1
+            size = stretch(flow.direction, _most(flat), share=share)
             own = {name: _pieces(self.after[name], index, size) for name in stateful}
             olds = {name: _pieces(self.before[name], index, size) for name in stateful}
             places = zip(
@@ -90,9 +92,29 @@ class Pass:
                 if self.after is not self.before:
                     for name in stateful:
                         _copy_state(olds[name][k], states[name])
-                last = _through(part, piece, states, owned=False)
-                self._finish(piece, buffer, target)
+                last = self._by_kernel(part, piece, states, buffer) if target is None else None
+                if last is None:
+                    last = _through(part, piece, states, owned=False)
+                    self._finish(piece, buffer, target)
+        assert last is not None
         return {name: _with_numbers(self.after[name], last[name]) for name in stateful}
+
+    def _by_kernel(
+        self, part: Mapping[str, Stage], flow: Flow, states: Mapping[str, Any], buffer: Flats
+    ) -> dict[str, Any] | None:
+        """The new states, if one kernel could write the update to ``buffer``."""
+        found = recipe_for(part, flow, states) if len(part) == len(self.stages) else None
+        # The kernels' way to take noise off rounds more than the stages'.
+        if found is None or found[0].takes_noise_off or not found[0].runs_on(flow.gradient):
+            return None
+        recipe, after = found
+        # In place, the buffer is the gradient.
+        moves = buffer if self.after is not self.before else [b.new_empty(b.shape) for b in buffer]
+        recipe.fill(moves, flow.gradient, flow.params)
+        if moves is not buffer:
+            for flat, move in zip(buffer, moves, strict=True):
+                flat.copy_(move)
+        return after
 
     def _copy(self, part: Mapping[str, Stage]) -> None:
         if self.after is not self.before:
@@ -115,6 +137,21 @@ class Pass:
             elif d is not flat:
                 flat.copy_(d)
         flow.direction, flow.scale, flow.divisor = buffer, 1.0, None
+
+
+def recipe_for(
+    stages: Mapping[str, Stage], flow: Flow, states: Mapping[str, Any], *, compiled: bool = False
+) -> tuple[Recipe, dict[str, Any]] | None:
+    """What the stages make of ``flow`` as numbers for one kernel, and the states after it."""
+    recipe = Recipe(flow.step, flow.variance, flow.lr, compiled, possible=flow.square is None)
+    after: dict[str, Any] = {}
+    for name, stage in stages.items():
+        state = stage.fuse(recipe, states.get(name))
+        if not recipe.possible:
+            return None
+        if stage.stateful:
+            after[name] = state
+    return recipe, after
 
 
 def _sees_whole(item: tuple[str, Stage]) -> bool:
@@ -156,23 +193,20 @@ def _settle(flow: Flow, *, owned: bool) -> None:
 
 def _flow_pieces(flow: Flow, index: int, size: int) -> Iterator[Flow]:
     """``flow`` in stretches of one of its flat tensors, one at a time: they fill up on the way."""
-    gradient = _column(flow.gradient, index, size)
-    direction = gradient
-    if flow.direction is not flow.gradient:
-        direction = _column(flow.direction, index, size)
-    columns = zip(
-        gradient, direction, _column(flow.square, index, size), _column(flow.params, index, size),
-        strict=False,
-    )  # fmt: skip
-    for g, d, square, params in columns:
-        yield replace(flow, gradient=g, direction=d, square=square, params=params)
+    other = None if flow.direction is flow.gradient else flow.direction
+    columns = [
+        _column(flats, index, size) for flats in (flow.gradient, other, flow.square, flow.params)
+    ]
+    for g, d, square, params in zip(*columns, strict=False):
+        direction = g if d is None else d
+        yield replace(flow, gradient=g, direction=direction, square=square, params=params)
 
 
 def _column(flats: Flats | None, index: int, size: int) -> Iterable[Any]:
     """Stretches of one flat tensor, each as a list of one; or None for each, without end."""
     if flats is None:
         return repeat(None)
-    return [[piece] for piece in flats[index].split(size)]
+    return ([piece] for piece in flats[index].split(size))
 
 
 def _pieces(state: Any, index: int, size: int) -> list[Any]:

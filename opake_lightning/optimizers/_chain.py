@@ -17,10 +17,18 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from opake_lightning import _check
-from opake_lightning._tree import Layout, bases, flatten, layout_of, pack, packed, unpack
+from opake_lightning._tree import (
+    Layout,
+    bases,
+    flatten,
+    layout_of,
+    pack,
+    packed,
+    readable,
+    unpack,
+)
 from opake_lightning.errors import PrivacyError
-from opake_lightning.optimizers._blocks import Pass
-from opake_lightning.optimizers._fused import Recipe
+from opake_lightning.optimizers._blocks import Pass, recipe_for
 from opake_lightning.optimizers._stage import Flats, Flow, Stage, tree_fields
 from opake_lightning.scheduling import Schedule, constant_schedule
 from opake_lightning.types import (
@@ -72,7 +80,8 @@ class NoiseAwareTransformation(GradientTransformation):
     ``step_(updates, state, params)`` updates in place and adds the updates to ``params``, in place,
     too; it returns the state. It is the faster way where whoever calls owns all three. Parameters
     that lie one after the other in memory, as those of one flat tensor do, are updated by a fused
-    kernel of torch where there is one, whose results differ in the last digits.
+    kernel of torch where there is one, whose results differ in the last digits. ``update`` takes
+    such a kernel on the CPU, too, while there is no noise to take off.
 
     Attributes:
         name: Name of the factory, such as ``"adamw"``.
@@ -253,17 +262,22 @@ class _Chain:
         lr = _check.non_negative(f"the learning rate at step {step}", self.lr(step))
         opened, kept, own = self._opened(state, layout)
         target = bases(leaves, own) if leaves is not None and own == layout else None
-        flats = pack(gradient, own)
-        values = pack(params, own) if needs_params and target is None else target
+        whole = [stage.whole for stage in self.stages.values()]
+        in_pieces = not inplace and bool(whole) and not any(whole)
+        read = cast("Callable[..., Flats]", readable if in_pieces else pack)
+        flats = read(gradient, own)
+        values = read(params, own) if needs_params and target is None else target
         flow = Flow(
-            flats, flats, variance, None if square is None else pack(square, own), step, lr,
+            flats, flats, variance, None if square is None else read(square, own), step, lr,
             values, own,
         )  # fmt: skip
         after = None if target is None else self._fused(flow, opened, target)
         buffer = flats
         if after is None:
-            fresh = opened if inplace else {name: _empty(each) for name, each in opened.items()}
-            buffer = flats if inplace else [torch.empty_like(flat) for flat in flats]
+            fresh = opened
+            if not inplace:
+                buffer = own.empty()
+                fresh = {n: _empty(self.stages[n], each, own) for n, each in opened.items()}
             after = Pass(self.stages, opened, fresh, buffer, target).run(flow)
         new = {"step": step + 1} | {
             name: _closed(self.stages[name], each, own, kept[name] if inplace else {})
@@ -271,24 +285,17 @@ class _Chain:
         }
         if target is not None:
             return None, new
+        if own is layout and layout.wide:
+            return unpack(buffer, own), new
         return _as_types_of(gradient if params is None else params, buffer, own), new
 
     def _fused(self, flow: Flow, opened: Mapping[str, Any], target: Flats) -> dict[str, Any] | None:
         """The new states, if one kernel could do all of it; nothing has happened otherwise."""
-        recipe = Recipe(
-            flow.step, flow.variance, flow.lr, self.compile, possible=flow.square is None
-        )
-        after: dict[str, Any] = {}
-        for name, stage in self.stages.items():
-            state = stage.fuse(recipe, opened.get(name))
-            if not recipe.possible:
-                return None
-            if stage.stateful:
-                after[name] = state
-        if not recipe.runs_on(target):
+        found = recipe_for(self.stages, flow, opened, compiled=self.compile)
+        if found is None or not found[0].runs_on(target):
             return None
-        recipe.run(target, flow.gradient)
-        return after
+        found[0].run(target, flow.gradient)
+        return found[1]
 
     def _released(self, updates: Any) -> tuple[Any, float, Any]:
         """The gradients, the variance of their noise, and their squares if released."""
@@ -362,12 +369,10 @@ class _Chain:
         return found
 
 
-def _empty(state: Any) -> Any:
+def _empty(stage: Stage, state: Any, layout: Layout) -> Any:
     """``state`` with new flat tensors of any content."""
-    return replace(
-        state,
-        **{n: [torch.empty_like(flat) for flat in getattr(state, n)] for n in tree_fields(state)},
-    )
+    other = stage.layouts(layout)
+    return replace(state, **{n: other.get(n, layout).empty() for n in tree_fields(state)})
 
 
 def _closed(stage: Stage, state: Any, layout: Layout, kept: Mapping[str, Any]) -> Any:

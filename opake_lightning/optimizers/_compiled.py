@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
     keep: float
     add: float
     noise: float
-    weight: float
+    debias: float
     least: float
     eps: float
     rate: float
@@ -67,11 +67,11 @@ def _kernel(dtype: torch.dtype, *, with_mean: bool) -> Callable[..., None] | Non
 def _arithmetic(
     param: Tensor, gradient: Tensor, mean: Tensor | None, square: Tensor, numbers: Tensor
 ) -> None:
-    l2, mean_add, keep, add, noise, weight, least, eps, rate, shrink = numbers.unbind()
+    l2, mean_add, keep, add, noise, debias, least, eps, rate, shrink = numbers.unbind()
     g = gradient + l2 * param
     v = keep * square + add * g * g
     direction = g if mean is None else mean + mean_add * (g - mean)
-    left = torch.maximum((v - noise) / weight, least)
+    left = torch.maximum((v - noise) * debias, least)
     param.copy_(shrink * param - rate * direction / (left.sqrt() + eps))
     square.copy_(v)
     if mean is not None:

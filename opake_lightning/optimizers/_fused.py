@@ -17,7 +17,7 @@ parameters move by; with noise taken off, by some 1e-7 of the v it is taken off.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
 import torch
@@ -123,6 +123,11 @@ class Recipe:
     moment: Moment | None = None
     _entered: str = ""
 
+    @property
+    def takes_noise_off(self) -> bool:
+        """Whether there is noise to be taken off accumulated squares."""
+        return self.moment is not None and self.moment.noise > 0
+
     def enter(self, part: str) -> None:
         """Note that ``part`` comes next; kernels do things in one order only."""
         self._entered += part + " "
@@ -159,6 +164,21 @@ class Recipe:
                 self._adagrad(param, g, index, self.moment)
             else:
                 self._adam(param, g, index, self.moment, size)
+
+    def fill(
+        self, moves: Sequence[Tensor], gradient: Sequence[Tensor], params: Sequence[Tensor] | None
+    ) -> None:
+        """Update the state, and write the update to ``moves``, which is what zeros become by it."""
+        kernel = replace(self, l2=0.0, decay=0.0)
+        if self.l2 and params is not None:
+            pairs = zip(gradient, params, strict=True)
+            gradient = [torch.add(g, param, alpha=self.l2) for g, param in pairs]
+        for move in moves:
+            move.zero_()
+        kernel.run(moves, gradient)
+        if self.decay and params is not None:
+            for move, param in zip(moves, params, strict=True):
+                move.add_(param, alpha=-self.lr * self.decay)
 
     def _sgd(self, param: Tensor, gradient: Tensor, index: int) -> None:
         momentum = self.momentum
@@ -228,7 +248,7 @@ class Recipe:
             keep=moment.keep,
             add=moment.add,
             noise=moment.noise,
-            weight=moment.weight,
+            debias=1 / moment.weight,
             least=moment.least,
             eps=moment.eps,
             rate=self.lr * moment.gain / (1 - self.mean_decay ** (self.step + 1)),
