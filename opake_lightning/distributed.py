@@ -6,6 +6,7 @@ one device and on many.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from opake_lightning.types import (
     SecondMomentNoiseOutput,
 )
 
-__all__ = ["require_equal", "sum_gradients", "world_size"]
+__all__ = ["leave_group", "require_equal", "sum_gradients", "world_size"]
+
+_LEAVING = 0.1  # seconds
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -67,7 +70,7 @@ def sum_gradients(
         return replace(grads, gradient=gradient, square=square)
     if isinstance(grads, ClippedPytree):
         summed = sum_gradients(grads.pytree, group=group, inplace=inplace)
-        return ClippedPytree(summed, grads.sensitivity)
+        return replace(grads, pytree=summed)
     if world_size(group) == 1:
         return grads
     layout = layout_of(grads)
@@ -100,3 +103,16 @@ def require_equal(values: Mapping[str, object], *, group: dist.ProcessGroup | No
                 f"ranks disagree on {name}: {seen}; every rank must build the same model, plan and "
                 "dataset"
             )
+
+
+def leave_group() -> None:
+    """Leave the default process group, if there is one; for the end of a process.
+
+    A thread of gloo may still hold the tensors of the last sum, and needs the interpreter to let go
+    of them. If that is closing down by then, the process is aborted, and so reports a failure after
+    all work is done.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # Nothing tells when such a thread is through; it only has to get its turn.
+        time.sleep(_LEAVING)

@@ -15,15 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opake_lightning import _check
+from opake_lightning._tree import layout_of
 from opake_lightning.accounting import GaussianEvent, Ledger, calibrate
 from opake_lightning.dpsgd import accounting as dpsgd_accounting
-from opake_lightning.dpsgd.clipping import clipped_grad
+from opake_lightning.dpsgd.clipping import Adaptive, Auto, ClipState
+from opake_lightning.dpsgd.clipping._engines import ENGINES, Engine
+from opake_lightning.dpsgd.clipping._fixed import per_example_grad_fn
+from opake_lightning.dpsgd.clipping._groups import group_numbers
+from opake_lightning.dpsgd.clipping._rule import Rule, check_steps, rule_of
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
 from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.random import RngKey, fold_in
+from opake_lightning.scheduling import Schedule
 from opake_lightning.step import Step, mean_grad, no_noise
+from opake_lightning.types import PerGroup
 
 __all__ = ["DPSGD", "Mechanism", "NonPrivate", "Plan"]
 
@@ -36,13 +43,19 @@ class DPSGD:
     is calibrated to the planned number of steps).
 
     Args:
-        clipping_norm: L2 bound C on each example's gradient, in units of the gradient.
+        clipping_norm: L2 bound C on each example's gradient, in units of the gradient: a number; a
+            function of the step; or what ``per_group``, ``per_layer``, ``adaptive`` or ``auto`` of
+            :mod:`opake_lightning.dpsgd.clipping` returned.
         noise_multiplier: σ, noise standard deviation over C; 0 clips without protecting (ε = ∞).
+            With ``adaptive`` that of the whole step, its counts included.
         target_epsilon: ε that the whole planned run may spend, including what the module has
             spent before.
         target_delta: δ, in (0, 1), that ε is stated at. Should be well below 1 / dataset size.
         microbatch_size: Examples differentiated at once; bounds memory, does not change results.
-        engine: How per-example gradients are clipped; ``"auto"`` takes the fastest that is right.
+            None lets the engine choose.
+        engine: How per-example gradients are clipped, which changes results by rounding only:
+            ``"auto"`` takes the fastest that is right, ``"one_pass"`` insists on the fastest,
+            ``"vmap"`` is the general one.
         key: Key of the run. None draws 128 bits from the operating system; ``random.key(7)``
             reproduces a run, and protects nobody from someone who knows the 7.
         on_changed_plan: What resuming a checkpoint of another plan does: ``"refuse"``, or
@@ -50,19 +63,19 @@ class DPSGD:
 
     Raises:
         PrivacyError: If not exactly one of ``noise_multiplier`` and ``target_epsilon`` is given,
-            or ``clipping_norm`` is not finite.
+            ``clipping_norm`` is not finite, or the counts of ``adaptive`` would cost more than σ.
         ValueError: If a number is out of range.
 
     >>> DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5).target_epsilon
     3.0
     """
 
-    clipping_norm: float
+    clipping_norm: float | PerGroup | Schedule | Adaptive | Auto
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
     target_delta: float = 1e-5
     microbatch_size: int | None = None
-    engine: Literal["auto", "vmap"] = "auto"
+    engine: Engine = "auto"
     key: RngKey | None = None
     on_changed_plan: Literal["refuse", "fork"] = "refuse"
 
@@ -75,7 +88,7 @@ class DPSGD:
                 "clipping_norm=inf bounds nothing, so no noise would be enough; give a finite "
                 "bound, or use NonPrivate() for a run without privacy"
             )
-        _check.positive("clipping_norm", self.clipping_norm)
+        rule = rule_of(self.clipping_norm)
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise PrivacyError(
                 "give exactly one of noise_multiplier (and read ε off the run) and target_epsilon "
@@ -83,14 +96,16 @@ class DPSGD:
                 f"target_epsilon={self.target_epsilon!r}"
             )
         if self.noise_multiplier is not None:
-            _check.non_negative("noise_multiplier", self.noise_multiplier)
+            sigma = _check.non_negative("noise_multiplier", self.noise_multiplier)
+            if isinstance(rule, Adaptive) and rule.count_noise_stddev is not None:
+                rule.gradient_noise_multiplier(sigma, 1.0)  # whatever the batch size
         if self.target_epsilon is not None:
             _check.positive("target_epsilon", self.target_epsilon)
         _check.fraction("target_delta", self.target_delta, zero=False, one=False)
         if self.microbatch_size is not None:
             _check.positive_int("microbatch_size", self.microbatch_size)
         for name, options in (
-            ("engine", ("auto", "vmap")),
+            ("engine", ENGINES),
             ("on_changed_plan", ("refuse", "fork")),
         ):
             if getattr(self, name) not in options:
@@ -161,6 +176,49 @@ class Mechanism:
     batch_size: int
     planned_steps: int | None
 
+    def __post_init__(self) -> None:
+        """Check what needs all the numbers: the split of the noise."""
+        _ = self.gradient_noise_multiplier
+
+    @property
+    def rule(self) -> Rule:
+        """How gradients are clipped."""
+        return rule_of(self.plan.clipping_norm)
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """Noise standard deviation of the gradient over its sensitivity.
+
+        Adaptive clipping takes a part of the budget, which ``noise_multiplier`` is the whole of.
+
+        Raises:
+            PrivacyError: If it would take more than that.
+        """
+        if isinstance(self.rule, Adaptive):
+            return self.rule.gradient_noise_multiplier(self.noise_multiplier, self.batch_size)
+        return self.noise_multiplier
+
+    @property
+    def clipping(self) -> str | float:
+        """The clipping norm in one plain value, a number or what it is made by."""
+        return self.rule.describe(self.planned_steps)
+
+    def check(self, params: Any, n_steps: int | None = None) -> None:
+        """Refuse what clipping could not go through with.
+
+        Args:
+            params: The parameters that will be trained.
+            n_steps: Number of steps that will be made, if it is known.
+
+        Raises:
+            PrivacyError: If the groups of ``per_group`` do not cover the parameters, each once.
+            ValueError: If a schedule comes to a value that is no clipping norm.
+        """
+        rule = self.rule
+        if rule.groups is not None:
+            group_numbers(rule.groups, layout_of(params).treespec)
+        check_steps(rule.clipping_norm, n_steps or 1)
+
     @property
     def sample_rate(self) -> float:
         """Probability that a step draws a given example."""
@@ -176,7 +234,7 @@ class Mechanism:
         key = self.plan.key
         return {
             "plan": "DPSGD",
-            "clipping_norm": self.plan.clipping_norm,
+            "clipping_norm": self.clipping,
             "noise_multiplier": self.plan.noise_multiplier,
             "target_epsilon": self.plan.target_epsilon,
             "target_delta": self.plan.target_delta,
@@ -201,14 +259,19 @@ class Mechanism:
         self, loss_fn: Callable[..., Any], optimizer: GradientTransformation, key: RngKey
     ) -> Step:
         """The step function for ``loss_fn(params, batch) -> (losses, aux)``."""
-        grad_fn, clip_state = clipped_grad(
+        rule = self.rule
+        grad_fn = per_example_grad_fn(
             loss_fn,
-            clipping_norm=self.plan.clipping_norm,
+            rule,
             has_aux=True,
             expected_batch_size=self.batch_size,
             microbatch_size=self.plan.microbatch_size,
+            engine=self.plan.engine,
         )
-        noise_fn, noise_state = gaussian_noise(noise_multiplier=self.noise_multiplier, key=key)
+        clip_state = rule.begin(key) if isinstance(rule, Adaptive) else ClipState()
+        noise_fn, noise_state = gaussian_noise(
+            noise_multiplier=self.gradient_noise_multiplier, key=key
+        )
         return Step(grad_fn, noise_fn, optimizer, clip_state, noise_state)
 
 

@@ -13,12 +13,14 @@ state is outside what this module defends against.
 from __future__ import annotations
 
 import hashlib
+import os
 import random as _python_random
 import secrets
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -32,6 +34,12 @@ _BITS = 128
 # One generator fills one block, so the values do not depend on the number of threads, and a
 # block's scratch stays in cache. On CUDA a block is one kernel launch, so blocks are larger.
 _BLOCK = {"cpu": 1 << 17}
+# Elements that one thread works on at a time: of more, torch would share out the adding to further
+# threads.
+_PIECE = {"cpu": 1 << 14}
+# Blocks for each thread that make it worth its while: for some milliseconds after an operation,
+# torch's own threads wait for the next one, and take the processor that it would run on.
+_WORTH_A_THREAD = 12
 _BLOCK_ELSEWHERE = 1 << 22
 
 
@@ -147,19 +155,20 @@ def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
         return out
     blocks = out.split(_BLOCK.get(out.device.type, _BLOCK_ELSEWHERE))
 
-    def fill(index: int) -> None:
-        draw = torch.empty_like(blocks[index]).normal_(
-            generator=generator(fold_in(rng, index), out.device)
-        )
-        blocks[index].add_(draw, alpha=stddev)
+    threads = min(torch.get_num_threads(), max(1, len(blocks) // _WORTH_A_THREAD))
+    threads = threads if out.device.type == "cpu" else 1
 
-    threads = min(torch.get_num_threads(), len(blocks)) if out.device.type == "cpu" else 1
-    if threads > 1:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, range(len(blocks))))
-    else:
-        for index in range(len(blocks)):
-            fill(index)
+    def fill(worker: int) -> None:
+        draw = torch.empty_like(blocks[0][: _PIECE.get(out.device.type, len(blocks[0]))])
+        for index in range(worker, len(blocks), threads):
+            source = generator(fold_in(rng, index), out.device)
+            for piece in blocks[index].split(max(1, len(draw))):
+                piece.add_(draw[: len(piece)].normal_(generator=source), alpha=stddev)
+
+    others = [_workers(os.getpid(), threads - 1).submit(fill, n) for n in range(1, threads)]
+    fill(0)
+    for other in others:
+        other.result()
     return out
 
 
@@ -184,6 +193,13 @@ def seeded(rng: RngKey, device: torch.device | str = "cpu") -> Generator[None]:
         finally:
             _python_random.setstate(kept[0])
             np.random.set_state(kept[1])  # noqa: NPY002
+
+
+@lru_cache(maxsize=4)
+def _workers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that wait for the next draw; those of a parent process are not there in its fork."""
+    del process
+    return ThreadPoolExecutor(threads, thread_name_prefix="opake_lightning_noise")
 
 
 def _digest(tag: bytes, rng: bytes, data: int | str) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opake_lightning.distributed import sum_gradients, world_size
+from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import (
@@ -88,7 +89,13 @@ class Step:
         return StepState(self.clip_state, self.noise_state, self.optimizer.init(detached))
 
     def release(
-        self, params: Any, batch: Any, state: StepState, *, inplace: bool = False
+        self,
+        params: Any,
+        batch: Any,
+        state: StepState,
+        *,
+        inplace: bool = False,
+        watch: Callable[[Any], object] | None = None,
     ) -> tuple[Any, Any, StepState]:
         """Noisy gradient of this rank's part of the draw, summed over ranks.
 
@@ -97,18 +104,26 @@ class Step:
             batch: This rank's examples; None if it drew none.
             state: State before the step.
             inplace: Sum and add noise in the memory of the clipped gradient, which is fresh.
+            watch: Called with the clipped gradient, summed over ranks, before it gets its noise.
+                What it sees is not private.
 
         Returns:
             The released gradient, equal on all ranks; the auxiliary output of the loss, which is
             neither private nor summed; and the state, with the release counted.
         """
+        clip = state.clip
+        if isinstance(clip, AdaptiveClipState):
+            # One source for all noise: a run that forks, or goes on counting, forks the counts'.
+            clip = clip.on_stream(state.noise.key, state.step)
         if self.seed_forward:
             stream = fold_in(fold_in(state.noise.key, "forward"), state.step)
             with seeded(fold_in(stream, _rank()), _device_of(params)):
-                (grads, aux), clip = self.grad_fn(params, batch, state=state.clip)
+                (grads, aux), clip = self.grad_fn(params, batch, state=clip)
         else:
-            (grads, aux), clip = self.grad_fn(params, batch, state=state.clip)
+            (grads, aux), clip = self.grad_fn(params, batch, state=clip)
         grads = sum_gradients(grads, inplace=inplace)
+        if watch is not None:
+            watch(grads)
         released, noise = self.noise_fn(grads, state.noise, inplace=inplace)
         return released, aux, replace(state, clip=clip, noise=noise)
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from opake_lightning.distributed import leave_group
+
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """Rows of every tensor of a batch."""
@@ -69,4 +71,4 @@ def _rank_main(rank: int, work: Callable[[int], Any], world_size: int, folder: s
     try:
         torch.save(work(rank), f"{folder}/{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        leave_group()

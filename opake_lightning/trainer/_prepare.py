@@ -62,6 +62,8 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     else:
         mechanism = plan
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if isinstance(mechanism, Mechanism):
+        mechanism.check(params, steps)
     key = _common_key(trainer, plan)
     spent_steps = run.ledger.n_steps
     run.prepare(mechanism, transformation, params, _loss_of(module), key)

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from opake_lightning._tree import seat
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
+from opake_lightning.dpsgd.clipping import (
+    AdaptiveClipState,
+    ClipState,
+    not_private_diagnostics,
+)
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
 from opake_lightning.optimizers.types import ScheduleFreeState
@@ -80,6 +85,7 @@ class Run:
         # One after the other in memory, parameters are updated in one operation.
         seat(params)
         before, name = self.state, self._optimizer_name
+        clipping = self.plan.get("clipping_norm")
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._optimizer_name = _name_of(optimizer)
         self._use(mechanism, before.noise.key if before else key)
@@ -87,6 +93,8 @@ class Run:
         fresh = self._step.init(params)
         if before is not None:
             fresh = replace(fresh, noise=before.noise)
+            if clipping == self.plan.get("clipping_norm"):
+                fresh = replace(fresh, clip=_go_on_clipping(fresh.clip, before.clip))
             if name == self._optimizer_name and self._find_training_weights():
                 fresh = replace(fresh, optimizer=_adopt(fresh.optimizer, before.optimizer))
         self._parked = None
@@ -118,8 +126,11 @@ class Run:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def release(self, batch: Any) -> tuple[Any, Any]:
-        """Spend one step on ``batch``: the released gradient, and the loss's auxiliary output."""
+    def release(self, batch: Any, seen: dict[str, float] | None = None) -> tuple[Any, Any]:
+        """Spend one step on ``batch``: the released gradient, and the loss's auxiliary output.
+
+        ``seen`` is filled with diagnostics, which are not private.
+        """
         assert self._step is not None
         assert self.state is not None
         assert self.mechanism is not None
@@ -129,7 +140,9 @@ class Run:
                 f"the noise was calibrated to {planned} steps, and they have been made; another one"
                 " would spend more than target_epsilon. Start another fit with a larger target"
             )
-        released, aux, state = self._step.release(self.params, batch, self.state, inplace=True)
+        released, aux, state = self._step.release(
+            self.params, batch, self.state, inplace=True, watch=_watch(self.mechanism, seen)
+        )
         self.state, self.ledger = state, self.ledger.spend(self.mechanism.event)
         return released, aux
 
@@ -262,9 +275,14 @@ class Run:
         if missing:
             raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
         forked = self._compare(saved)
-        state = from_state_dict(self.state, saved["state"], strict=True)
-        ledger, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
         mechanism = self.mechanism
+        values = saved["state"]
+        if saved["fingerprint"].get("clipping_norm") != mechanism.fingerprint().get(
+            "clipping_norm"
+        ):
+            values = _clipping_anew(values, self.state)
+        state = from_state_dict(self.state, values, strict=True)
+        ledger, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
         if isinstance(mechanism, Mechanism):
             if forked:
                 mechanism = _replanned(mechanism, ledger, done=ledger.n_steps - begun)
@@ -348,6 +366,32 @@ def _adopt(template: Any, before: Any) -> Any:
         return from_state_dict(template, state_dict(before), strict=True)
     except CheckpointError:
         return template
+
+
+def _watch(
+    mechanism: Mechanism | NonPrivate, seen: dict[str, float] | None
+) -> Callable[[Any], None] | None:
+    if seen is None or isinstance(mechanism, NonPrivate):
+        return None
+    noise = mechanism.gradient_noise_multiplier
+    return lambda grads: seen.update(not_private_diagnostics(grads, noise_multiplier=noise))
+
+
+def _go_on_clipping(fresh: Any, before: Any) -> Any:
+    """Clip state ``fresh`` with the step, and the norms, that ``before`` came to."""
+    if not isinstance(fresh, ClipState) or not isinstance(before, ClipState):
+        return fresh
+    fresh = replace(fresh, step=before.step)
+    if isinstance(fresh, AdaptiveClipState) and isinstance(before, AdaptiveClipState):
+        fresh = replace(fresh, clipping_norms=before.clipping_norms)
+    return fresh
+
+
+def _clipping_anew(values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
+    """A saved state whose clipping, of another kind, is replaced by that of ``fresh``."""
+    kept = {path: v for path, v in values.items() if path.partition("/")[0] != "clip"}
+    begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == "clip"}
+    return {**kept, **begin}
 
 
 def _replanned(mechanism: Mechanism, spent: Ledger, *, done: int) -> Mechanism:

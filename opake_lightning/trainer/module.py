@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.plan import Mechanism, NonPrivate, Plan
@@ -39,9 +40,10 @@ class DPMixin:
 
     Attributes:
         log_not_private: Set to True to log, under ``not_private/...``, the batch's mean loss, the
-            means of the auxiliary outputs and the number of examples that were dropped because
-            their gradient was not finite. These carry no noise; publishing them is outside the
-            guarantee.
+            means of the auxiliary outputs, the number of examples that were dropped because their
+            gradient was not finite, and what
+            :func:`~opake_lightning.dpsgd.clipping.not_private_diagnostics` tells. These carry no
+            noise; publishing them is outside the guarantee.
     """
 
     log_not_private: bool = False
@@ -75,7 +77,8 @@ class DPMixin:
 
         Args:
             batch: A batch as the loader's collate function made it, on the module's device. The
-                method is called with one example at a time (every tensor has one row).
+                method is called with part of it, or with a single example (one row), as well, and
+                must not mix examples.
 
         Returns:
             Tensor of shape [B], or that and a dict of auxiliary tensors with one row per example.
@@ -115,8 +118,11 @@ class DPMixin:
         run.train_weights()
         size = _rows_for_step(module, run, batch)
         optimizer = cast("Any", module.optimizers())
-        aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None))
+        seen: dict[str, float] | None = {} if self.log_not_private else None
+        aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None, seen))
         self._dp_log(run, aux, size)
+        for name, value in (seen or {}).items():
+            module.log(f"not_private/{name}", value, batch_size=1)
 
     @property
     def automatic_optimization(self) -> bool:
@@ -246,6 +252,9 @@ class DPMixin:
         ledger, delta = run.ledger, run.delta
         epsilon = ledger.epsilon(delta) if exact else ledger.epsilon_bound(delta)
         self._dp_log_spent(epsilon, {"on_step": True, "on_epoch": False})
+        if run.state and isinstance(run.state.clip, AdaptiveClipState):
+            # Of the next step; made from noisy counts, so it may be seen.
+            module.log("privacy/clipping_norm", run.state.clip.clipping_norm, batch_size=1)
         if self.log_not_private and aux is not None and size != 0:
             losses, extra = aux
             values = {"loss": losses, **extra}

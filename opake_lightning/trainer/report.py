@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 
+from opake_lightning.dpsgd.clipping import Adaptive
+from opake_lightning.dpsgd.clipping._rule import bounds_of
 from opake_lightning.plan import Mechanism, NonPrivate
 
 __all__ = ["PrivacySpent"]
@@ -36,7 +39,7 @@ def public_plan(mechanism: Mechanism | NonPrivate) -> dict[str, Any]:
         return {"plan": "NonPrivate", "target_delta": mechanism.target_delta}
     return {
         "plan": "DPSGD",
-        "clipping_norm": mechanism.plan.clipping_norm,
+        "clipping_norm": mechanism.clipping,
         "noise_multiplier": mechanism.noise_multiplier,
         "target_epsilon": mechanism.plan.target_epsilon,
         "target_delta": mechanism.plan.target_delta,
@@ -57,14 +60,11 @@ def summary(mechanism: Mechanism | NonPrivate, *, steps: int | None, spent_steps
         ("sample rate q", f"{mechanism.sample_rate:.6g}"),
         ("expected batch", f"{mechanism.batch_size} of {mechanism.n_examples} examples"),
         ("noise multiplier σ", f"{mechanism.noise_multiplier:.6g}"),
-        ("clipping norm C", f"{plan.clipping_norm:g}"),
-        (
-            "noise stddev σC/B",
-            f"{mechanism.noise_multiplier * plan.clipping_norm / mechanism.batch_size:.6g}",
-        ),
+        ("clipping norm C", _clipping(mechanism)),
+        ("noise stddev σC/B", _noise(mechanism)),
         ("planned steps", "open-ended" if steps is None else f"{steps}"),
         ("target", f"{target} at δ = {delta:g}"),
-        ("engine", "vmap" if plan.engine == "auto" else plan.engine),
+        ("engine", plan.engine),
     ]
     if spent_steps:
         rows.append(("spent before", f"{spent_steps} steps"))
@@ -75,6 +75,19 @@ def summary(mechanism: Mechanism | NonPrivate, *, steps: int | None, spent_steps
             "mechanism that publishes one example outright"
         )
     return "\n".join(["opake_lightning: private run", *lines])
+
+
+def _clipping(mechanism: Mechanism) -> str:
+    clipping = mechanism.clipping
+    return clipping if isinstance(clipping, str) else f"{clipping:g}"
+
+
+def _noise(mechanism: Mechanism) -> str:
+    clip = mechanism.plan.clipping_norm
+    sensitivity = math.hypot(*bounds_of(mechanism.rule.clipping_norm, 0))
+    sigma = mechanism.gradient_noise_multiplier
+    begins = " at first" if callable(clip) or isinstance(clip, Adaptive) else ""
+    return f"{sigma * sensitivity / mechanism.batch_size:.6g}{begins}"
 
 
 def make_delta_legible(trainer: pl.Trainer) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from opake_lightning.distributed import leave_group
 from opake_lightning.errors import PrivacyError
 from opake_lightning.trainer.data import PoissonLoader, poisson_loader
 
@@ -68,7 +68,7 @@ class OpakeDDP(DDPStrategy):
             super().setup_distributed()
             # Lightning destroys only NCCL groups; a gloo group that meets the end of the
             # interpreter now and then aborts it ("terminate called"), after a run that went well.
-            atexit.register(_leave_group)
+            atexit.register(leave_group)
         else:
             reset_seed()
             self.set_world_ranks()
@@ -135,11 +135,6 @@ class OpakeDDP(DDPStrategy):
                 override=True,
                 start_method=method,
             )
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class _Launcher(_MultiProcessingLauncher):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opake_lightning.dpsgd.clipping import ClipState, clipped_grad
+from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.errors import PrivacyError
 
 X = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -44,7 +44,7 @@ def run(loss_fn: Any, *batch: Any, params: Any = W, **options: Any) -> Any:
 
 
 def dot(w: Tensor, x: Tensor) -> Tensor:
-    assert x.shape == (1, 2)  # the batch dimension is kept
+    assert x.shape[1:] == (2,)  # the batch dimension is kept
     return x @ w
 
 
@@ -179,9 +179,10 @@ def test_a_loss_that_is_not_one_number_per_example_is_refused(loss_fn, error, me
         run(loss_fn, X)
 
 
-@pytest.mark.parametrize("loss_fn", [lambda w, x: (x @ w).mean(), lambda w, x: x @ w])
-def test_a_loss_may_drop_the_batch_dimension(loss_fn):
-    torch.testing.assert_close(run(loss_fn, X)[0].pytree, WANT)
+def test_a_mean_over_the_batch_is_taken_example_by_example_and_that_is_said():
+    with pytest.warns(UserWarning, match=r"the loss of 2 examples is \(\), not a number for each"):
+        grads, _ = run(lambda w, x: (x @ w).mean(), X)
+    torch.testing.assert_close(grads.pytree, WANT)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,8 @@ def test_auxiliary_output_has_one_row_per_example():
     def loss_fn(w: Tensor, x: Tensor) -> Any:
         return x @ w, {"kept": x, "dropped": x.sum(), "wide": x[0], "constant": torch.ones(1)}
 
-    (grads, aux), _ = run(loss_fn, X, has_aux=True)
+    with pytest.warns(UserWarning, match="not a row for each of 2 examples"):
+        (grads, aux), _ = run(loss_fn, X, has_aux=True)
     torch.testing.assert_close(grads.pytree, WANT)
     assert torch.equal(aux["kept"], X)
     assert torch.equal(aux["dropped"], X.sum(1))
@@ -212,9 +214,18 @@ def test_auxiliary_output_has_one_row_per_example():
 
 
 def test_a_loss_that_reads_values_is_explained():
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        return x @ w if x.sum() > 0 else -(x @ w)
+
     with pytest.raises(RuntimeError) as caught:
-        run(lambda w, x: x @ w if x.sum() > 0 else -(x @ w), X)
+        run(loss_fn, X, engine="vmap")
     assert "under torch.func.vmap" in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="__bool__ makes Python or shapes depend on the batch"):
+        run(loss_fn, X, engine="one_pass")
+    with pytest.warns(UserWarning, match="one example at a time, which is much slower"):
+        grads, state = run(loss_fn, X)
+    torch.testing.assert_close(grads.pytree, WANT)
+    assert state.engine == 2
 
 
 def test_a_module_that_writes_its_buffers_is_refused():
@@ -244,7 +255,7 @@ def test_an_empty_draw_is_zeros_whatever_the_loss(batch, has_aux):
         "w": ([0.0] * 2, torch.float32),
         "h": ([0.0] * 3, torch.float32),
     }
-    assert (grads.sensitivity, state) == (0.25, ClipState(0))
+    assert (grads.sensitivity, state.nonfinite_examples) == (0.25, 0)
 
 
 # -- purity -------------------------------------------------------------------------------------
@@ -260,7 +271,7 @@ def test_no_argument_is_written_to(special):
         lambda p, b: b["x"] @ (p["a"] + p["b"]), clipping_norm=1.0, microbatch_size=1
     )
     grads, _ = grad_fn(params, batch, state=state)
-    assert state == ClipState(0)
+    assert state.nonfinite_examples == 0
     assert not any(g.requires_grad for g in grads.pytree.values())
     assert params["b"].grad is None
     for tensor, (version, value) in zip(tensors, before, strict=True):

@@ -16,15 +16,29 @@ from torch.utils.data import DataLoader, Dataset
 
 from opake_lightning import DPSGD, DPModule, OpakeDDP
 from opake_lightning.accounting import GaussianEvent, Ledger
+from opake_lightning.dpsgd.clipping import adaptive, auto, per_group
 from opake_lightning.optimizers import adamw
 from opake_lightning.plan import Plan
 from opake_lightning.random import key
+from opake_lightning.scheduling import linear_schedule
 from opake_lightning.serialization import state_dict
 
 N_EXAMPLES = 24
 BATCH_SIZE = 6
 N_FEATURES = 5
 N_CLASSES = 3
+
+
+# Every way to clip that is not a number; the count's noise is made for batches of six.
+CLIPPING: dict[str, Any] = {
+    "groups": per_group({"net.0": 0.5, "net.3": 1.0}),
+    "adaptive": adaptive(count_noise_stddev=2.0),
+    "adaptive_groups": adaptive(
+        per_group({"net.0.weight": 0.5}, default=1.0), count_noise_stddev=2.0
+    ),
+    "auto": auto(),
+    "clipping_schedule": linear_schedule(1.0, 0.2, transition_steps=6),
+}
 
 
 class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning.optimizers import adamw
-from tests.trainer.helpers import Net, make_loader, make_trainer, plan
+from tests.trainer.helpers import CLIPPING, Net, make_loader, make_trainer, plan
 from tests.trainer.two_ranks import BATCH_SIZE, SIGMA, fits, learned
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,16 @@ def test_two_ranks_learn_what_one_does(alone, ranks):
     assert [rank["global_step"] for rank in ranks] == [16, 16]
     for rank in ranks:
         torch.testing.assert_close(rank["metrics"], alone["metrics"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_two_ranks_clip_and_count_as_one_does(alone, ranks, clipping):
+    one, other = (rank[clipping] for rank in ranks)
+    assert torch.equal(one["weights"], other["weights"])
+    assert torch.equal(one["norms"], other["norms"])
+    torch.testing.assert_close(one["weights"], alone[clipping]["weights"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(one["norms"], alone[clipping]["norms"])
 
 
 @pytest.mark.dist

@@ -21,6 +21,7 @@ from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.scheduling import cosine_schedule
 from tests.trainer.helpers import (
     BATCH_SIZE,
+    CLIPPING,
     Draws,
     Net,
     Points,
@@ -132,6 +133,10 @@ CASES = {
     "reloaded": Case(reload_dataloaders_every_n_epochs=1),
     "reloaded_single_device": Case(reload_dataloaders_every_n_epochs=1, single_device=True),
     "max_steps": Case(max_steps=N_STEPS, max_epochs=-1),
+    **{
+        name: Case(net=lambda clipping=clipping: Net(plan(clipping_norm=clipping)))
+        for name, clipping in CLIPPING.items()
+    },
 }
 
 

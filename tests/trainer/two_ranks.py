@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opake_lightning.optimizers import adamw, sgd
-from tests.trainer.helpers import Draws, Net, Points, make_loader, make_trainer, plan
+from tests.trainer.helpers import CLIPPING, Draws, Net, Points, make_loader, make_trainer, plan
 
 SIGMA, BATCH_SIZE = 2.0, 10
 
@@ -66,7 +66,7 @@ def learned(net: pl.LightningModule) -> Tensor:
 
 
 def fits(out: Path, devices: int, rank: int = 0, **how: Any) -> dict[str, Any]:
-    """Three short fits, and what a test wants to know of them."""
+    """A few short fits, and what a test wants to know of them."""
     kwargs = {"strategy": "opake_ddp", "devices": devices, "num_sanity_val_steps": 0, **how}
     net, draws = exact(seed=1 + rank), Draws()
     trainer = make_trainer(out, callbacks=[draws], max_steps=16, max_epochs=-1, **kwargs)
@@ -83,6 +83,13 @@ def fits(out: Path, devices: int, rank: int = 0, **how: Any) -> dict[str, Any]:
         quiet, make_loader(batch_size=BATCH_SIZE)
     )
     result["moves"] = torch.stack(moves.seen)
+
+    # Each by itself: how a part of a draw is clipped, and what the ranks count together.
+    for name, clipping in CLIPPING.items():
+        clipped = Net(plan(clipping_norm=clipping), lambda: adamw(0.05), seed=1 + rank)
+        make_trainer(out, max_epochs=1, **kwargs).fit(clipped, make_loader())
+        norms = clipped._dp.state.clip.clipping_norms if "adaptive" in name else ()
+        result[name] = {"weights": learned(clipped), "norms": torch.tensor(norms)}
 
     saver = ModelCheckpoint(out, save_top_k=-1)  # "epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"
     saved = Net(plan(target_epsilon=3.0), lambda: adamw(0.05))

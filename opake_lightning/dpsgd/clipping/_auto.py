@@ -3,7 +3,8 @@ r"""Automatic clipping: every gradient is normalised, so that there is no thresh
 .. math:: \bar g = \frac{1}{B} \sum_i g_i \frac{R}{\lVert g_i \rVert_2 + \gamma}
 
 The norm of a contribution is R·n/(n + γ) < R for a gradient of norm n, so adding or removing an
-example moves the sum by less than R. γ keeps a gradient of norm zero at zero, and tells apart
+example moves the sum by less than R; with groups of parameters, each normalised to its own R_k, by
+less than √ΣR_k². γ keeps a gradient of norm zero at zero, and tells apart
 gradients that are small compared to it: those are scaled by R/γ, all others to about R.
 
 Source: Bu et al. 2022, AUTO-S (arXiv:2206.07136). Departs from it: division by the expected batch
@@ -13,25 +14,77 @@ size, and R is kept as a factor, where the paper sets it to 1 because the learni
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from opake_lightning import _check
-from opake_lightning.dpsgd.clipping._fixed import (
-    ClipState,
-    GradFn,
-    SecondMoment,
-    per_example_grad_fn,
-)
+from torch import Tensor
 
-__all__ = ["auto_clipped_grad"]
+from opake_lightning import _check
+from opake_lightning.dpsgd.clipping._engines import Engine
+from opake_lightning.dpsgd.clipping._fixed import GradFn, SecondMoment, per_example_grad_fn
+from opake_lightning.dpsgd.clipping._rule import ClipState, Rule, bounds_of, describe
+from opake_lightning.errors import PrivacyError
+from opake_lightning.types import PerGroup
+
+__all__ = ["Auto", "auto", "auto_clipped_grad"]
 
 _LARGEST_FACTOR = 1e30  # of a gradient of norm zero; float32 ends at 3e38
+
+
+@dataclass(frozen=True, slots=True)
+class Auto(Rule):
+    """What :func:`auto` returns; its arguments are the attributes."""
+
+    clipping_norm: float | PerGroup
+    stability: float
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        if callable(self.clipping_norm):
+            raise PrivacyError(
+                f"clipping_norm={self.clipping_norm!r} is a schedule; in automatic clipping R "
+                "scales the gradient and its noise alike, as the learning rate does, so give a "
+                "number here and the schedule to the optimizer: adamw(lr=schedule)"
+            )
+        gamma = _check.positive("stability", self.stability)
+        bound = max(bounds_of(self.clipping_norm, 0), default=0.0)
+        if not bound / gamma <= _LARGEST_FACTOR:
+            raise ValueError(
+                f"stability={self.stability!r} is too small for clipping_norm={bound!r}: gradients "
+                f"would be scaled by up to {bound / gamma:.0e}; choose at least "
+                f"{bound / _LARGEST_FACTOR:.0e}"
+            )
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        """R / (norm + γ)."""
+        return bounds / (norms + self.stability)
+
+    def describe(self, steps: int | None = None) -> str | float:
+        """The call that makes it."""
+        del steps
+        return f"auto({describe(self.clipping_norm)}, stability={self.stability!r})"
+
+
+def auto(clipping_norm: float | PerGroup = 1.0, *, stability: float = 0.01) -> Auto:
+    """Normalise every gradient, with no threshold to tune: ``DPSGD(clipping_norm=auto())``.
+
+    Args:
+        clipping_norm: R, what a large gradient is scaled to; also ``per_group`` or ``per_layer``.
+        stability: γ, the norm that is scaled to R/2, in units of the gradient; > 0.
+
+    Raises:
+        ValueError: As :func:`auto_clipped_grad`.
+
+    >>> auto().stability
+    0.01
+    """
+    return Auto(clipping_norm, stability)
 
 
 def auto_clipped_grad(
     loss_fn: Callable[..., Any],
     *,
-    clipping_norm: float,
+    clipping_norm: float | PerGroup,
     stability: float = 0.01,
     argnums: int = 0,
     batch_argnums: int | tuple[int, ...] = 1,
@@ -40,6 +93,7 @@ def auto_clipped_grad(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
+    engine: Engine = "auto",
 ) -> tuple[GradFn, ClipState]:
     """Sum of per-example gradients g, each scaled by ``clipping_norm / (|g| + stability)``.
 
@@ -52,7 +106,9 @@ def auto_clipped_grad(
 
     Args:
         loss_fn: As in ``clipped_grad``.
-        clipping_norm: R, what a large gradient is scaled to, in units of the gradient; > 0.
+        clipping_norm: R, what a large gradient is scaled to, in units of the gradient; > 0. Or,
+            with an R_k for each group of parameters, what :func:`per_group` or :func:`per_layer`
+            returned; R is √ΣR_k² then.
         stability: γ, the norm that is scaled to R/2, in units of the gradient; > 0.
         argnums: As in ``clipped_grad``.
         batch_argnums: As in ``clipped_grad``.
@@ -61,6 +117,7 @@ def auto_clipped_grad(
         microbatch_size: As in ``clipped_grad``.
         second_moment: As in ``clipped_grad``; squares are those of the scaled gradients.
         projection_radius: As in ``clipped_grad``.
+        engine: As in ``clipped_grad``.
 
     Returns:
         A function and its initial state, as from ``clipped_grad``. The sensitivity is R, divided by
@@ -69,7 +126,8 @@ def auto_clipped_grad(
     Raises:
         ValueError: If ``clipping_norm`` or ``stability`` is not finite and > 0, or their quotient
             is beyond 1e30, or another argument is out of range.
-        PrivacyError: If parameters and batch are the same argument.
+        PrivacyError: If parameters and batch are the same argument, or ``clipping_norm`` is a
+            schedule.
 
     >>> import torch
     >>> grad_fn, state = auto_clipped_grad(lambda w, x: x @ w, clipping_norm=1.0)
@@ -77,18 +135,9 @@ def auto_clipped_grad(
     >>> grads.pytree  # (3, 4) / 5.01
     tensor([0.5988, 0.7984])
     """
-    bound = _check.positive("clipping_norm", clipping_norm)
-    gamma = _check.positive("stability", stability)
-    if not bound / gamma <= _LARGEST_FACTOR:
-        raise ValueError(
-            f"stability={stability!r} is too small for clipping_norm={clipping_norm!r}: gradients "
-            f"would be scaled by up to {bound / gamma:.0e}; choose at least "
-            f"{bound / _LARGEST_FACTOR:.0e}"
-        )
-    return per_example_grad_fn(
+    grad_fn = per_example_grad_fn(
         loss_fn,
-        lambda norms: bound / (norms + gamma),
-        bound=bound,
+        Auto(clipping_norm, stability),
         argnums=argnums,
         batch_argnums=batch_argnums,
         has_aux=has_aux,
@@ -96,4 +145,6 @@ def auto_clipped_grad(
         microbatch_size=microbatch_size,
         second_moment=second_moment,
         projection_radius=projection_radius,
+        engine=engine,
     )
+    return grad_fn, ClipState()

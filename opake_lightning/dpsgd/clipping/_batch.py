@@ -7,7 +7,7 @@ example's loss depend on the others; so it is replaced by an object that raises 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import optree
@@ -56,6 +56,10 @@ class Examples:
     _leaves: tuple[Any, ...]
     _slots: tuple[int, ...]
     _treespec: Any
+
+    def of(self, tensors: tuple[Tensor, ...]) -> Examples:
+        """The same for other examples, whose ``tensors`` are given."""
+        return replace(self, size=len(tensors[0]), tensors=tensors)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The batch arguments with ``tensors`` in the places of the original ones."""

@@ -2,8 +2,10 @@ r"""Clipping to a fixed norm.
 
 .. math:: \bar g = \frac{1}{B} \sum_i g_i \min\!\left(1, \frac{C}{\lVert g_i \rVert_2}\right)
 
-With ``second_moment`` the result also carries what the squares of the gradient are released from;
-:doc:`/second_moments` has the two forms and their sensitivities.
+C is a number, a function of the step, or one number for each group of parameters
+(:func:`~opake_lightning.dpsgd.clipping.per_group`). With ``second_moment`` the result also carries
+what the squares of the gradient are released from; :doc:`/second_moments` has the two forms and
+their sensitivities.
 
 Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133). Departs from it: the sum is divided by
 the *expected* batch size, a public constant, never by the number of examples that were drawn.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,33 +24,30 @@ from torch import Tensor
 from opake_lightning import _check
 from opake_lightning._tree import Layout, layout_of, unpack
 from opake_lightning.dpsgd.clipping._batch import examples_of
-from opake_lightning.dpsgd.clipping._vmap import ClippedSum, clipped_sum
+from opake_lightning.dpsgd.clipping._engine import ClippedSum
+from opake_lightning.dpsgd.clipping._engines import Choice, Engine, Engines
+from opake_lightning.dpsgd.clipping._groups import group_numbers
+from opake_lightning.dpsgd.clipping._rule import (
+    ClippingNorm,
+    ClipState,
+    Fixed,
+    Rule,
+    bounds_of,
+)
 from opake_lightning.errors import PrivacyError
-from opake_lightning.types import ClippedPytree, SecondMomentClippedPytree
+from opake_lightning.types import ClippedPytree, ClipReport, SecondMomentClippedPytree
 
-__all__ = ["ClipState", "GradFn", "SecondMoment", "clipped_grad", "per_example_grad_fn"]
+__all__ = ["GradFn", "SecondMoment", "clipped_grad", "per_example_grad_fn"]
 
 SecondMoment = Literal["aggregate", "per_example"]
 # Squares of norms in this range, and noise in proportion to them, stay well inside float32.
 _SQUARABLE = (1e-15, 1e15)
 
 
-@dataclass(frozen=True, slots=True)
-class ClipState:
-    """State of a clipping function.
-
-    Attributes:
-        nonfinite_examples: How many examples so far had a gradient that was NaN or infinite and
-            therefore contributed zero. Not private: it is exact.
-    """
-
-    nonfinite_examples: int = 0
-
-
 class GradFn(Protocol):
-    """What :func:`clipped_grad` and :func:`auto_clipped_grad` return first."""
+    """What the clipping functions return first."""
 
-    def __call__(self, *args: Any, state: ClipState) -> tuple[Any, ClipState]:
+    def __call__(self, *args: Any, state: Any) -> tuple[Any, Any]:
         """Clipped gradient at ``args``, which are the loss function's."""
         ...
 
@@ -56,7 +55,7 @@ class GradFn(Protocol):
 def clipped_grad(
     loss_fn: Callable[..., Any],
     *,
-    clipping_norm: float,
+    clipping_norm: ClippingNorm,
     argnums: int = 0,
     batch_argnums: int | tuple[int, ...] = 1,
     has_aux: bool = False,
@@ -64,22 +63,27 @@ def clipped_grad(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
+    engine: Engine = "auto",
 ) -> tuple[GradFn, ClipState]:
     """Sum of per-example gradients, each scaled down to an L2 norm of at most ``clipping_norm``.
 
-    The norm of an example is taken over all parameters together, in float64. A tied parameter
-    counts once, with its summed gradient; a parameter that the loss never touches has a zero
-    gradient. An example whose gradient is NaN or infinite contributes zero and is counted. If the
-    loss draws random numbers (dropout), every example draws its own.
+    The norm of an example is taken over all parameters together. A tied parameter counts once, with
+    its summed gradient; a parameter that the loss never touches has a zero gradient. An example
+    whose gradient is NaN or infinite contributes zero and is counted. If the loss draws random
+    numbers with a row for each example (dropout), every example has its own.
 
     Guarantee: adding or removing one example moves the returned pytree by an L2 distance of at
     most its ``sensitivity``, up to a relative 1e-6 of rounding.
 
     Args:
-        loss_fn: ``loss_fn(params, batch, ...)``: the loss of the examples of a batch. It is called
-            with one example at a time, as a batch of size 1, and returns a tensor of shape (1,) or
-            ().
-        clipping_norm: The bound C, in units of the gradient; > 0.
+        loss_fn: ``loss_fn(params, batch, ...)``: one loss per example, shape (B,). It is called
+            with batches of any size from 1 on, and must not mix the examples of one; what returns
+            a single number is called with one example at a time, which is slower.
+        clipping_norm: The bound C, in units of the gradient; > 0. Or, with a bound for each group
+            of parameters, what :func:`per_group` or :func:`per_layer` returned: then norms are
+            taken group by group, and C is √ΣC_k². Or a public function of the step (the number of
+            calls so far, kept in the state), such as a schedule of
+            :mod:`opake_lightning.scheduling`.
         argnums: Position of the parameters: a pytree of floating-point tensors, all trained.
         batch_argnums: Position(s) of the batch: pytrees whose tensors have one row per example.
             ``None`` as the batch is an empty draw.
@@ -87,7 +91,7 @@ def clipped_grad(
         expected_batch_size: Divide the sum by this public constant, and the sensitivity with it.
             Never pass the size of the batch at hand: under Poisson sampling it is private.
         microbatch_size: How many examples are differentiated at once. Bounds memory; the result
-            does not depend on it. None chooses so that per-example gradients take 256 MiB.
+            does not depend on it. None lets the engine choose, by what it keeps of an example.
         second_moment: Also prepare the release of squared gradients: ``"aggregate"`` (or True) for
             the square of the whole gradient, ``"per_example"`` for the sum of squares of single
             examples' clipped gradients, divided by ``expected_batch_size`` once. None (or False)
@@ -95,6 +99,9 @@ def clipped_grad(
         projection_radius: With ``"aggregate"``: the aggregate is projected to this L2 norm before
             it is squared; in units of the returned gradient. None means ``clipping_norm``, and
             needs an ``expected_batch_size``.
+        engine: ``"auto"`` takes the fastest engine that is right for the loss, and says so if that
+            is not the fastest of all; ``"one_pass"`` insists on that, ``"vmap"`` is the general
+            one. Results differ by rounding, and by which random numbers the loss draws.
 
     Returns:
         A function and its initial state. ``grads, state = grad_fn(params, batch, state=state)``
@@ -105,7 +112,8 @@ def clipped_grad(
 
     Raises:
         ValueError: If ``clipping_norm`` is not finite and > 0, or another argument is out of range.
-        PrivacyError: If parameters and batch are the same argument.
+        PrivacyError: If parameters and batch are the same argument; from the function, if the
+            patterns of ``per_group`` do not put every parameter into one group.
 
     >>> import torch
     >>> def loss_fn(w, batch):
@@ -117,13 +125,9 @@ def clipped_grad(
     >>> grads.pytree
     tensor([-0.9000, -1.2000])
     """
-    bound = _check.positive(
-        "clipping_norm", clipping_norm, why="noise is proportional to it; use NonPrivate for none"
-    )
-    return per_example_grad_fn(
+    grad_fn = per_example_grad_fn(
         loss_fn,
-        lambda norms: torch.where(norms > bound, bound / norms, 1.0),
-        bound=bound,
+        Fixed(clipping_norm),
         argnums=argnums,
         batch_argnums=batch_argnums,
         has_aux=has_aux,
@@ -131,44 +135,42 @@ def clipped_grad(
         microbatch_size=microbatch_size,
         second_moment=second_moment,
         projection_radius=projection_radius,
+        engine=engine,
     )
+    return grad_fn, ClipState()
 
 
 def per_example_grad_fn(
     loss_fn: Callable[..., Any],
-    factors_of: Callable[[Tensor], Tensor],
+    rule: Rule,
     *,
-    bound: float,
-    argnums: int,
-    batch_argnums: int | tuple[int, ...],
-    has_aux: bool,
-    expected_batch_size: float | None,
-    microbatch_size: int | None,
-    second_moment: SecondMoment | bool | None,
-    projection_radius: float | None,
-) -> tuple[GradFn, ClipState]:
-    """The function and state of a rule ``factors_of(norms)`` that keeps norms within ``bound``.
-
-    The arguments are those of :func:`clipped_grad`. ``factors_of`` is asked about norms that are
-    not finite too; what it says then is not used.
-    """
+    argnums: int = 0,
+    batch_argnums: int | tuple[int, ...] = 1,
+    has_aux: bool = False,
+    expected_batch_size: float | None = None,
+    microbatch_size: int | None = None,
+    second_moment: SecondMoment | bool | None = None,
+    projection_radius: float | None = None,
+    engine: Engine = "auto",
+) -> GradFn:
+    """The function that clips by ``rule``; other arguments are those of :func:`clipped_grad`."""
     scale = _check.positive(
         "expected_batch_size", 1.0 if expected_batch_size is None else expected_batch_size
     )
     if microbatch_size is not None:
         _check.positive_int("microbatch_size", microbatch_size)
     batch_at = _batch_positions(argnums, batch_argnums)
+    engines = Engines(engine)
     form = _form_of(second_moment)
-    radius = _radius_of(form, bound, projection_radius, expected_batch_size)
-
-    def divided(by: float) -> Callable[[Tensor], Tensor]:
-        return lambda norms: torch.where(norms.isfinite(), factors_of(norms), 0.0) / by
+    _check_radius(form, projection_radius, expected_batch_size)
+    _radius_of(form, bounds_of(rule.clipping_norm, 0), projection_radius)
 
     def grad_fn(*args: Any, state: ClipState) -> tuple[Any, ClipState]:
         if len(args) <= max(argnums, *batch_at):
             raise TypeError(f"expected at least {max(argnums, *batch_at) + 1} positional arguments")
         params = args[argnums]
         layout = layout_of(params)
+        bounds = rule.bounds(state)
 
         def loss_of(params: Any, batch: tuple[Any, ...]) -> Any:
             filled = list(args)
@@ -177,31 +179,58 @@ def per_example_grad_fn(
                 filled[position] = value
             return loss_fn(*filled)
 
-        result = clipped_sum(
+        result, choice = engines.clipped_sum(
+            Choice(state.engine, state.microbatch_size),
             loss_of,
             layout.leaves(params),
             layout,
             examples_of(tuple(args[position] for position in batch_at)),
-            divided(scale),
+            _factors(rule, bounds, divided_by=scale),
+            groups=None if rule.groups is None else group_numbers(rule.groups, layout.treespec),
             has_aux=has_aux,
             microbatch_size=microbatch_size,
             # (factor / sqrt(B) * g)^2 = (factor * g)^2 / B
-            square_factors_of=divided(math.sqrt(scale)) if form == "per_example" else None,
+            square_factors_of=(
+                _factors(rule, bounds, divided_by=math.sqrt(scale))
+                if form == "per_example"
+                else None
+            ),
+            least_bound=min(bounds),
         )
-        lost = int((~result.norms.isfinite()).sum())
-        grads = _clipped(result, layout, bound, scale, radius)
-        new_state = replace(state, nonfinite_examples=state.nonfinite_examples + lost)
-        return ((grads, result.aux) if has_aux else grads), new_state
+        radius = _radius_of(form, bounds, projection_radius)
+        grads = _clipped(result, layout, bounds, scale, radius)
+        state = rule.after(state, result.norms, scale)
+        state = replace(state, engine=choice.engine, microbatch_size=choice.microbatch_size)
+        return ((grads, result.aux) if has_aux else grads), state
 
-    return grad_fn, ClipState()
+    return grad_fn
+
+
+def _factors(
+    rule: Rule, bounds: tuple[float, ...], *, divided_by: float
+) -> Callable[[Tensor], Tensor]:
+    def factors_of(norms: Tensor) -> Tensor:
+        limits: Tensor | float = bounds[0]
+        if len(bounds) > 1:
+            limits = torch.tensor(bounds, dtype=norms.dtype, device=norms.device)[:, None]
+        return torch.where(norms.isfinite(), rule.factors(norms, limits), 0.0) / divided_by
+
+    return factors_of
 
 
 def _clipped(
-    result: ClippedSum, layout: Layout, bound: float, scale: float, radius: float | None
+    result: ClippedSum,
+    layout: Layout,
+    bounds: tuple[float, ...],
+    scale: float,
+    radius: float | None,
 ) -> ClippedPytree | SecondMomentClippedPytree:
-    gradient = ClippedPytree(unpack(result.flats, layout), bound / scale)
+    report = ClipReport(result.norms, bounds)
+    gradient = ClippedPytree(unpack(result.flats, layout), math.hypot(*bounds) / scale, report)
     if result.squares is not None:
-        square = ClippedPytree(unpack(result.squares, layout), bound**2 / scale)
+        # The squares of a group have a norm of at most C_k^2.
+        most = math.hypot(*(bound**2 for bound in bounds))
+        square = ClippedPytree(unpack(result.squares, layout), most / scale)
         return SecondMomentClippedPytree(gradient, square=square)
     if radius is not None:
         return SecondMomentClippedPytree(gradient, projection_radius=radius)
@@ -229,29 +258,31 @@ def _form_of(second_moment: object) -> SecondMoment | None:
     )
 
 
-def _radius_of(
-    form: SecondMoment | None,
-    bound: float,
-    projection_radius: float | None,
-    expected_batch_size: float | None,
-) -> float | None:
-    """The projection radius of the aggregate form; None for the others."""
+def _check_radius(
+    form: SecondMoment | None, projection_radius: float | None, expected_batch_size: float | None
+) -> None:
     if projection_radius is not None and form != "aggregate":
         raise ValueError(
             f"projection_radius={projection_radius!r} is for second_moment='aggregate' only; "
             "leave it out"
         )
-    if form is None:
-        return None
-    if form == "per_example":
-        _require_squarable("clipping_norm", bound)
-        return None
-    if projection_radius is None and expected_batch_size is None:
+    if form == "aggregate" and projection_radius is None and expected_batch_size is None:
         raise ValueError(
             "second_moment='aggregate' squares the gradient within a ball around zero: pass "
             "expected_batch_size, so that the ball of radius clipping_norm fits the mean gradient, "
             "or projection_radius in the units of the sum"
         )
+
+
+def _radius_of(
+    form: SecondMoment | None, bounds: tuple[float, ...], projection_radius: float | None
+) -> float | None:
+    """The projection radius of the aggregate form; None for the others."""
+    bound = math.hypot(*bounds)
+    if form == "per_example":
+        _require_squarable("clipping_norm", bound)
+    if form != "aggregate":
+        return None
     radius = bound if projection_radius is None else projection_radius
     _require_squarable("projection_radius", _check.positive("projection_radius", radius))
     return float(radius)

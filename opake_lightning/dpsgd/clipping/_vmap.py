@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import optree
@@ -20,8 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opake_lightning._tree import Layout, wide
 from opake_lightning.dpsgd.clipping._batch import Examples
+from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
+from opake_lightning.dpsgd.clipping._record import Recorder
+from opake_lightning.errors import PrivacyError
 
-__all__ = ["Aux", "ClippedSum", "clipped_sum"]
+__all__ = ["clipped_sum", "without_autocast"]
 
 # Elements of per-example gradients that a microbatch may hold unless the caller says: 256 MiB of
 # float32, beyond which memory traffic costs more than smaller microbatches do.
@@ -30,36 +32,19 @@ _NORM_BLOCK = 1 << 16
 # Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
 _LARGE_NORM = 1e15
 
-Aux = Any
-
-
-@dataclass(frozen=True, slots=True)
-class ClippedSum:
-    """What an engine returns.
-
-    Attributes:
-        flats: The weighted sum of per-example gradients, packed.
-        norms: L2 norm of each example's gradient before clipping, float64, shape [B].
-        aux: What the loss returned beside the loss, one row per example; None for an empty batch.
-        squares: The weighted sum of their squares, packed; None unless asked for.
-    """
-
-    flats: list[Tensor]
-    norms: Tensor
-    aux: Aux
-    squares: list[Tensor] | None = None
-
 
 def clipped_sum(
     loss_of: Callable[[Any, tuple[Any, ...]], Any],
     params: list[Tensor],
     layout: Layout,
     examples: Examples,
-    factors_of: Callable[[Tensor], Tensor],
+    factors_of: FactorsOf,
     *,
+    groups: tuple[int, ...] | None = None,
     has_aux: bool,
     microbatch_size: int | None,
-    square_factors_of: Callable[[Tensor], Tensor] | None = None,
+    square_factors_of: FactorsOf | None = None,
+    one_by_one: bool = False,
 ) -> ClippedSum:
     """Sum over examples of ``factor(norm) * gradient``, without keeping the gradients.
 
@@ -69,12 +54,16 @@ def clipped_sum(
         params: Leaves of the parameters, in the layout's order.
         layout: Layout of the parameters.
         examples: The batch.
-        factors_of: From norms (float64, [B]) to factors (float64, [B]); must be 0 where the norm
-            is not finite.
+        factors_of: From norms (float64, [G, B]) to factors (float64, [G, B]); must be 0 where the
+            norm is not finite.
+        groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
+            group by group. None puts all leaves into one group.
         has_aux: Whether the loss returns (loss, aux).
         microbatch_size: Examples differentiated at once; None chooses by memory.
         square_factors_of: Like ``factors_of``, for gradients that are squared before they are
             summed; None leaves the squares out.
+        one_by_one: Differentiate one example after the other, by ordinary autograd: slow, and right
+            for everything that has a gradient.
     """
     leaves = [p.detach() for p in params]
     flats = layout.zeros()
@@ -82,25 +71,32 @@ def clipped_sum(
     squares = layout.zeros() if square_factors_of else None
     square_sums = [view.view(-1) for view in layout.views(squares)] if squares else []
     size = microbatch_size or max(1, _DEFAULT_ELEMENTS // max(1, sum(p.numel() for p in params)))
-    run = _PerExample(loss_of, layout, examples, has_aux=has_aux)
+    run: Callable[..., Any] = _PerExample(loss_of, layout, examples, has_aux=has_aux)
+    if one_by_one:
+        size, run = 1, _OneByOne(loss_of, layout, examples, has_aux=has_aux)
+    groups = (0,) * len(leaves) if groups is None else groups
+    n_groups = max(groups, default=0) + 1
     device = params[0].device if params else torch.device("cpu")
     norms: list[Tensor] = []
     aux: list[tuple[Tensor, ...]] = []
     for start in range(0, examples.size, size):
         rows = tuple(t[start : start + size] for t in examples.tensors)
-        with _without_autocast(device) as ambient:
+        with without_autocast(device) as ambient:
             gradients, extra = run(leaves, rows, ambient)
-            norm, divided_by = _tame(gradients, _norms(gradients, len(rows[0])))
-            factors = factors_of(norm) * divided_by
-            for total, gradient in zip(sums, gradients, strict=True):
-                rows_of = gradient.reshape(len(norm), -1).to(total.dtype)
-                total.addmv_(rows_of.t(), factors.to(total.dtype))
+            norm = _norms(gradients, groups, (n_groups, len(rows[0])))
+            norm, divided_by = _tame(gradients, groups, norm)
+            factors = (factors_of(norm) * divided_by).unbind()
+            for total, gradient, group in zip(sums, gradients, groups, strict=True):
+                rows_of = gradient.reshape(norm.shape[1], -1).to(total.dtype)
+                total.addmv_(rows_of.t(), factors[group].to(total.dtype))
             if square_factors_of:
-                _add_squares(square_sums, gradients, square_factors_of(norm) * divided_by)
+                factors = (square_factors_of(norm) * divided_by).unbind()
+                _add_squares(square_sums, gradients, [factors[group] for group in groups])
             norms.append(norm)
             aux.append(extra)
-    joined = torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
-    return ClippedSum(flats, joined, run.rebuild_aux(aux), squares)
+    if not norms:
+        norms = [torch.zeros(n_groups, 0, dtype=torch.float64, device=device)]
+    return ClippedSum(flats, torch.cat(norms, dim=1), run.rebuild_aux(aux), squares)
 
 
 class _PerExample:
@@ -175,55 +171,89 @@ class _PerExample:
         return optree.tree_unflatten(self._aux_spec, columns)
 
 
+class _OneByOne(_PerExample):
+    """The gradient of a single example, as autograd makes it."""
+
+    def __call__(
+        self, params: list[Tensor], rows: tuple[Tensor, ...], ambient: Callable[[], Any]
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        leaves = [p.detach().requires_grad_() for p in params]
+        row = tuple(t[0] for t in rows)
+        watch = Recorder([], 1, {}, watching=True)
+        watch.mark(row)
+        with torch.enable_grad():
+            try:
+                with ambient(), watch:
+                    loss, aux = self._loss(tuple(leaves), row)
+            finally:
+                if watch.refusal is not None:
+                    raise PrivacyError(f"no engine may run this loss: {watch.refusal}")
+            if loss.requires_grad:
+                # Not autograd.grad, which parts that are checkpointed the old way do not allow.
+                loss.backward()
+        found = [leaf.grad for leaf in leaves]
+        gradients = [
+            torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            for p, g in zip(params, found, strict=True)
+        ]
+        return [g.unsqueeze(0) for g in gradients], tuple(a.unsqueeze(0) for a in aux)
+
+
 def _drop_batch_dim(leaf: Tensor) -> Tensor:
     return leaf.squeeze(0) if leaf.dim() and leaf.shape[0] == 1 else leaf
 
 
-def _norms(gradients: list[Tensor], rows: int) -> Tensor:
-    """L2 norm over all leaves of each row, float64, [rows]."""
+def _norms(gradients: list[Tensor], groups: tuple[int, ...], shape: tuple[int, int]) -> Tensor:
+    """L2 norm of each row (second dimension) over the leaves of each group (first), float64."""
     device = gradients[0].device if gradients else torch.device("cpu")
-    total = torch.zeros(rows, dtype=torch.float64, device=device)
+    squares = torch.zeros(shape, dtype=torch.float64, device=device)
+    totals = squares.unbind()
+    rows = shape[1]
     columns = max(1, _NORM_BLOCK // rows)
-    for gradient in gradients:
+    for gradient, group in zip(gradients, groups, strict=True):
         for block in gradient.reshape(rows, -1).split(columns, dim=1):
             norm = torch.linalg.vector_norm(block.to(wide(block.dtype)), dim=1, dtype=torch.float64)
-            total.addcmul_(norm, norm)
-    return total.sqrt_()
+            totals[group].addcmul_(norm, norm)
+    return squares.sqrt_()
 
 
-def _add_squares(sums: list[Tensor], gradients: list[Tensor], factors: Tensor) -> None:
+def _add_squares(sums: list[Tensor], gradients: list[Tensor], factors: list[Tensor]) -> None:
     """Add the squares of the scaled rows: a squared factor could leave the range of the dtype."""
-    for total, gradient in zip(sums, gradients, strict=True):
-        rows_of = gradient.reshape(len(factors), -1).to(total.dtype)
-        total.add_((rows_of * factors.to(total.dtype)[:, None]).square_().sum(0))
+    for total, gradient, factor in zip(sums, gradients, factors, strict=True):
+        rows_of = gradient.reshape(len(factor), -1).to(total.dtype)
+        total.add_((rows_of * factor.to(total.dtype)[:, None]).square_().sum(0))
 
 
-def _tame(gradients: list[Tensor], norm: Tensor) -> tuple[Tensor, Tensor]:
+def _tame(gradients: list[Tensor], groups: tuple[int, ...], norm: Tensor) -> tuple[Tensor, Tensor]:
     """Clear rows of ``gradients`` that are not finite, and divide very large ones.
 
     A factor of zero does not remove NaN or infinity, and the factor of a very large row has too
-    few digits in float32. Looking at B norms tells that there are no such rows, as there almost
+    few digits in float32. Looking at the norms tells that there are no such rows, as there almost
     never are. Entries of the list are replaced, not written to: leaves may share one gradient.
 
     Returns:
-        The norms before the division, infinite where a row was cleared; and the power of two that
-        each row was divided by.
+        The norms before the division, infinite in all groups where a row was cleared; and the power
+        of two that each row was divided by, group by group.
     """
     divided_by = torch.ones_like(norm)
     odd = ~(norm <= _LARGE_NORM)
     if not bool(odd.any()):
         return norm, divided_by
-    flat = [gradient.reshape(len(norm), -1) for gradient in gradients if gradient.numel()]
-    peak = torch.stack([g.abs().amax(1).double() for g in flat]).amax(0)
-    finite = peak.isfinite()
+    rows = norm.shape[1]
+    peak = torch.zeros_like(norm)
+    for gradient, group in zip(gradients, groups, strict=True):
+        if gradient.numel():
+            largest = gradient.reshape(rows, -1).abs().amax(1).double()
+            peak[group] = torch.maximum(peak[group], largest)  # NaN stays NaN
+    finite = peak.isfinite().all(0)
     exponent = torch.where(odd & finite, torch.frexp(peak).exponent - 1, 0)
     divided_by = torch.pow(2.0, exponent.double())
-    for index, gradient in enumerate(gradients):
+    for index, (gradient, group) in enumerate(zip(gradients, groups, strict=True)):
         column = (-1, *(1 for _ in gradient.shape[1:]))
-        smaller = gradient / divided_by.to(gradient.dtype).view(column)
+        smaller = gradient / divided_by[group].to(gradient.dtype).view(column)
         gradients[index] = torch.where(finite.view(column), smaller, 0)
-    norm = torch.where(finite, _norms(gradients, len(norm)) * divided_by, torch.inf)
-    return norm, divided_by
+    norm = _norms(gradients, groups, (len(norm), rows)) * divided_by
+    return torch.where(finite & norm.isfinite().all(0), norm, torch.inf), divided_by
 
 
 def _attention(params: tuple[Tensor, ...]) -> Any:
@@ -234,7 +264,7 @@ def _attention(params: tuple[Tensor, ...]) -> Any:
 
 
 @contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
+def without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
     """Leave autocast; yields a way to step back into it around the loss."""
     kind = device.type
     enabled = torch.is_autocast_enabled(kind)

@@ -1,0 +1,202 @@
+"""A batch, microbatch by microbatch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from opake_lightning._tree import Layout
+from opake_lightning.dpsgd.clipping import _vmap
+from opake_lightning.dpsgd.clipping._batch import Examples
+from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
+from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, run_pass
+from opake_lightning.dpsgd.clipping._one_pass._verify import Undecided, Verified, same_random
+from opake_lightning.dpsgd.clipping._record import Unsupported
+
+__all__ = ["clipped_sum"]
+
+# Bytes of what one pass keeps. On the CPU, more passes of less take less time: the memory of one
+# serves the next, and new memory costs more than what is computed in it.
+_PASS_BYTES = 1 << 28
+_PASS_BYTES_ELSEWHERE = 1 << 30
+_MOST = 512
+# What is recorded is part of what autograd keeps.
+_KEPT = 4
+# Norms beyond which an example is left to the general engine, which rescales it.
+_LARGE_NORM = 1e15
+
+
+def clipped_sum(
+    loss_of: Callable[[Any, tuple[Any, ...]], Any],
+    params: list[Tensor],
+    layout: Layout,
+    examples: Examples,
+    factors_of: FactorsOf,
+    *,
+    groups: tuple[int, ...] | None,
+    has_aux: bool,
+    microbatch_size: int | None,
+    square_factors_of: FactorsOf | None,
+    verified: Verified,
+) -> tuple[ClippedSum, int]:
+    """As :func:`opake_lightning.dpsgd.clipping._vmap.clipped_sum`, in one pass per microbatch.
+
+    Returns:
+        The sum, and the size of a microbatch.
+
+    Raises:
+        Unsupported: If it would not be exact.
+    """
+    run = _Microbatches(
+        loss_of, params, layout, examples, factors_of, groups, has_aux, square_factors_of, verified
+    )
+    size = microbatch_size or run.affordable()
+    with torch.no_grad():
+        for start in range(0, examples.size, size or _MOST):
+            run.add(tuple(t[start : start + (size or _MOST)] for t in examples.tensors))
+    return run.result(), size
+
+
+class _Microbatches:
+    def __init__(
+        self,
+        loss_of: Callable[[Any, tuple[Any, ...]], Any],
+        params: list[Tensor],
+        layout: Layout,
+        examples: Examples,
+        factors_of: FactorsOf,
+        groups: tuple[int, ...] | None,
+        has_aux: bool,
+        square_factors_of: FactorsOf | None,
+        verified: Verified,
+    ) -> None:
+        self._loss_of, self._params, self._layout = loss_of, params, layout
+        self._examples, self._has_aux = examples, has_aux
+        self._factors_of, self._square_factors_of = factors_of, square_factors_of
+        self._groups = groups if groups is not None else (0,) * len(params)
+        self._n_groups = max(self._groups, default=0) + 1
+        self._device = params[0].device if params else torch.device("cpu")
+        self._verified = verified
+        self._flats = layout.zeros()
+        self._sums = layout.views(self._flats)
+        self._squares = layout.zeros() if square_factors_of else None
+        self._square_sums = layout.views(self._squares) if self._squares else []
+        self._norms: list[Tensor] = []
+        self._aux: list[Aux] = []
+
+    def add(self, rows: tuple[Tensor, ...]) -> None:
+        """Add the examples of one microbatch."""
+        if len(rows[0]) == 1:
+            norms, aux = self._alone(rows)
+        else:
+            norms, aux = self._together(rows)
+        self._norms.append(norms)
+        self._aux.append(aux)
+
+    def result(self) -> ClippedSum:
+        """The sums."""
+        norms = self._norms or [
+            torch.zeros(self._n_groups, 0, dtype=torch.float64, device=self._device)
+        ]
+        aux = None
+        if self._has_aux and self._aux:
+            aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
+        return ClippedSum(self._flats, torch.cat(norms, dim=1), aux, self._squares)
+
+    def affordable(self) -> int:
+        """How many examples to take at once, a power of two, found with two of them."""
+        if self._examples.size < 2:
+            return 0
+        rows = tuple(t[:2] for t in self._examples.tensors)
+        with same_random(self._params):
+            each = self._pass(rows).kept_bytes / 2
+        room = _PASS_BYTES if self._device.type == "cpu" else _PASS_BYTES_ELSEWHERE
+        room = min(room, _free_bytes(self._device) / _KEPT / 2)
+        return 1 << max(0, min(int(room / max(1.0, each)), _MOST).bit_length() - 1)
+
+    def _pass(self, rows: tuple[Tensor, ...]) -> Pass:
+        with _vmap.without_autocast(self._device) as ambient:
+            return run_pass(lambda leaves: self._loss(leaves, rows), self._params, rows, ambient)
+
+    def _loss(self, leaves: Sequence[Tensor], rows: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        params = optree.tree_unflatten(self._layout.treespec, leaves)
+        out = self._loss_of(params, self._examples.rebuild(rows))
+        if not self._has_aux:
+            return out, ()
+        if not (isinstance(out, tuple) and len(cast("Any", out)) == 2):
+            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
+        losses, aux = cast("tuple[Any, Any]", out)
+        size = len(rows[0])
+
+        def own(leaf: Any) -> Tensor:
+            return _rows_of(leaf, size)
+
+        return losses, optree.tree_map(own, aux)
+
+    def _together(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Aux]:
+        found = self._pass(rows)
+        norms = found.norms(self._groups, self._n_groups, self._device)
+        usual = (norms <= _LARGE_NORM).all(0)
+        if not bool(usual.all()):
+            return self._apart(rows, usual, found.aux)
+        if not self._verified.knows(found.signature):
+            try:
+                self._verified.check(self._loss, self._params, rows, found.signature)
+            except Undecided:
+                return self._apart(rows, torch.zeros_like(usual), found.aux)
+        found.add_weighted(self._factors_of(norms), self._groups, self._sums)
+        if self._square_factors_of is not None:
+            found.add_squares(self._square_factors_of(norms), self._groups, self._square_sums)
+        return norms, found.aux
+
+    def _apart(self, rows: tuple[Tensor, ...], usual: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
+        """NaN times zero is NaN: examples with odd gradients are not in the product with others."""
+        n = len(usual)
+        norms = torch.zeros(self._n_groups, n, dtype=torch.float64, device=self._device)
+        many = int(usual.sum()) > 1
+        if many:
+            norms[:, usual], _ = self._together(tuple(t[usual] for t in rows))
+        for i in range(n):
+            if not (many and bool(usual[i])):
+                norms[:, i : i + 1], _ = self._alone(tuple(t[i : i + 1] for t in rows))
+        return norms, aux
+
+    def _alone(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Aux]:
+        """One example by the general engine."""
+        result = _vmap.clipped_sum(
+            self._loss_of, self._params, self._layout, self._examples.of(rows), self._factors_of,
+            groups=self._groups, has_aux=self._has_aux, microbatch_size=1,
+            square_factors_of=self._square_factors_of, one_by_one=True,
+        )  # fmt: skip
+        for total, flat in zip(self._flats, result.flats, strict=True):
+            total.add_(flat)
+        for total, flat in zip(self._squares or [], result.squares or [], strict=True):
+            total.add_(flat)
+        return result.norms, result.aux
+
+
+def _rows_of(leaf: Any, size: int) -> Tensor:
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"aux must hold tensors only, one row per example, got {type(leaf).__name__}"
+        )
+    if not leaf.dim() or len(leaf) != size:
+        raise Unsupported(
+            f"an auxiliary output has shape {tuple(leaf.shape)}, not a row for each of {size} "
+            "examples"
+        )
+    return leaf.detach()
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return float("inf")

@@ -1,0 +1,233 @@
+"""Convolutions: an example's weight gradient is a convolution, too, and all are one of groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opake_lightning import _pool
+from opake_lightning._tree import wide
+from opake_lightning.dpsgd.clipping._gradients import FORMED_FROM, Dense, Gradients, squared_norms
+from opake_lightning.dpsgd.clipping._one_pass._rules import rule_for
+from opake_lightning.dpsgd.clipping._record import Recorder
+
+__all__: list[str] = []
+
+_backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convolution_backward
+
+# Elements of formed gradients that are looked at together.
+_CHUNK = 1 << 21
+# A product in float64 takes about as long as two in float32.
+_GRAM_COST = 2
+
+
+@final
+class _Convolution(Gradients):
+    """Weight gradients of a convolution.
+
+    Args:
+        input: Shape [size * k, channels, ...], padded already where padding is not symmetric.
+        gradient: Of the output, shape [size * k, channels out, ...].
+        shape: Of the weight.
+        size: Number of examples.
+        how: stride, padding, dilation, groups.
+    """
+
+    def __init__(
+        self,
+        input: Tensor,
+        gradient: Tensor,
+        shape: torch.Size,
+        size: int,
+        how: tuple[list[int], list[int], list[int], int],
+    ) -> None:
+        kind = wide(gradient.dtype)
+        self.input, self.gradient = input.detach().to(kind), gradient.to(kind)
+        self.shape, self.size, self._how = shape, size, how
+        self._per = len(input) // size  # rows of one example
+
+    def _weight(self, input: Tensor, gradient: Tensor, copies: int) -> Tensor:
+        """Weight gradient, of ``copies`` groups of channels each with a weight of its own."""
+        stride, padding, dilation, groups = self._how
+        weight = input.new_empty(1).expand(copies * self.shape[0], *self.shape[1:])
+        return _backward(
+            gradient, input, weight, None, stride, padding, dilation, False,
+            [0] * len(stride), copies * groups, [False, True, False],
+        )[1]  # fmt: skip
+
+    def dense(self, rows: slice) -> Tensor:
+        """The gradients of some examples."""
+        start, stop, _ = rows.indices(self.size)
+        n, per = stop - start, self._per
+        x = self.input[start * per : stop * per]
+        dy = self.gradient[start * per : stop * per]
+        if (places := self._as_product(x)) is not None:
+            out = torch.bmm(dy.flatten(2), places.flatten(2).mT)
+        else:
+            # Rows become channels: as many groups as there are rows.
+            out = self._weight(x.flatten(0, 1)[None], dy.flatten(0, 1)[None], n * per)
+        out = out.reshape(n, per, *self.shape)
+        return out.sum(1) if per > 1 else out[:, 0]
+
+    def _as_product(self, x: Tensor) -> Tensor | None:
+        """The input at the places of the output, if each is made of a single place."""
+        stride, padding, _, groups = self._how
+        if self.shape[2:].numel() > 1 or any(padding) or groups > 1:
+            return None
+        taken = [slice(None, 1 + s * (n - 1), s) for s, n in zip(stride, self._places, strict=True)]
+        return x[(..., *taken)]
+
+    @property
+    def _places(self) -> torch.Size:
+        return self.gradient.shape[2:]
+
+    def chunks(self) -> list[slice]:
+        """Rows to look at together: some, as a convolution of one has too little to do."""
+        step = max(4, _CHUNK // self.shape.numel())
+        return [slice(start, start + step) for start in range(0, self.size, step)]
+
+    def formed(self) -> Dense | None:
+        """All of them: to read them once more takes less than another convolution."""
+        if self._places.numel() < FORMED_FROM or self._prefers_gram():
+            return None
+        if len(self.chunks()) == 1:
+            values = self.dense(slice(None))
+            return Dense(values, squared_norms(values))
+        values = _pool.empty(
+            self.size * self.shape.numel(), self.gradient.dtype, self.gradient.device
+        ).view(self.size, *self.shape)
+        norms: list[Tensor] = []
+        for rows in self.chunks():
+            norms.append(squared_norms(values[rows].copy_(self.dense(rows))))
+        return Dense(values, torch.cat(norms))
+
+    def squared_norms(self) -> Tensor:
+        """Squared norms, by whichever way takes less."""
+        return self._gram() if self._prefers_gram() else super().squared_norms()
+
+    def _prefers_gram(self) -> bool:
+        """Whether products of all pairs of places take less than the gradients themselves."""
+        _, padding, _, groups = self._how
+        if groups > 1 or self._per > 1:
+            return False
+        padded = 1
+        for n, pad in zip(self.input.shape[2:], padding, strict=True):
+            padded *= n + 2 * pad
+        places, (p, q), kernel = self._places.numel(), self.shape[:2], self.shape[2:].numel()
+        pairs = places**2 * (p + kernel) + padded**2 * q
+        return _GRAM_COST * pairs <= places * p * q * kernel
+
+    def _gram(self) -> Tensor:
+        r"""Squared norms from products of pairs of places, in float64.
+
+        The gradient of the weight at kernel place k is Σₛ dyₛ xₛ₊ₖᵀ, so its squared norm is
+        Σₛₜ (dyₛ·dyₜ)(xₛ₊ₖ·xₜ₊ₖ): for all k parts of one matrix of products of the padded input.
+        """
+        stride, padding, dilation, _ = self._how
+        n, places = self.size, self._places
+        dy = self.gradient.flatten(2).double()
+        weights = torch.bmm(dy.mT, dy).view(n, *places, *places)
+        x = functional.pad(self.input, [p for pad in reversed(padding) for p in (pad, pad)])
+        sizes, flat = x.shape[2:], x.flatten(2).double()
+        pairs = torch.bmm(flat.mT, flat).view(n, *sizes, *sizes)
+        shifted = torch.zeros_like(weights)
+        for where in itertools.product(*(range(k) for k in self.shape[2:])):
+            taken = [
+                slice(k * d, k * d + s * (m - 1) + 1, s)
+                for k, d, s, m in zip(where, dilation, stride, places, strict=True)
+            ]
+            shifted += pairs[(slice(None), *taken, *taken)]
+        return (weights * shifted).flatten(1).sum(1).clamp_(min=0)
+
+    def add_weighted(self, factors: Tensor, out: Tensor) -> None:
+        """Add the weighted sum to ``out``, as one ordinary weight gradient."""
+        column = factors.to(self.gradient.dtype).repeat_interleave(self._per)
+        scaled = self.gradient * column.view(-1, *[1] * (self.gradient.dim() - 1))
+        out.add_(self._weight(self.input, scaled, 1).to(out.dtype))
+
+
+def _tuple(value: Any, n: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(cast("Sequence[int]", value))
+    return values * n if len(values) == 1 else values
+
+
+@rule_for(torch.conv1d, torch.conv2d, torch.conv3d)
+def _conv(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    recorder.require_data(input, "convolution")
+    n = weight.dim() - 2
+    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
+        raise recorder.refuse("convolution of a single image, or with a weight made of the batch")
+    stride, dilation = _tuple(stride, n), _tuple(dilation, n)
+    output = func(
+        input, recorder.value(weight), recorder.value(bias), stride, padding, dilation, groups
+    )
+    asymmetric: list[int] = []
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        both = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        asymmetric = [side for total in reversed(both) for side in (total // 2, total - total // 2)]
+        padding = 0
+    padding = _tuple(padding, n)
+
+    def weights(gradient: Tensor) -> Gradients:
+        x = input.detach().to(output.dtype)
+        x = functional.pad(x, asymmetric) if asymmetric else x
+        how = (stride, padding, dilation, groups)
+        return _Convolution(x, gradient, weight.shape, recorder.size, how)
+
+    def biases(gradient: Tensor) -> Gradients:
+        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
+
+    return recorder.record("convolution", output, [(weight, weights), (bias, biases)], input)
+
+
+@rule_for(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+def _transposed(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    """The adjoint of a convolution: input and gradient of the output change places."""
+    recorder.require_data(input, "transposed convolution")
+    n = weight.dim() - 2
+    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
+        raise recorder.refuse("convolution of a single image, or with a weight made of the batch")
+    output = func(
+        input, recorder.value(weight), recorder.value(bias), stride, padding, output_padding,
+        groups, dilation,
+    )  # fmt: skip
+
+    def weights(gradient: Tensor) -> Gradients:
+        x = input.detach().to(output.dtype)
+        how = (_tuple(stride, n), _tuple(padding, n), _tuple(dilation, n), groups)
+        return _Convolution(gradient, x, weight.shape, recorder.size, how)
+
+    def biases(gradient: Tensor) -> Gradients:
+        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
+
+    return recorder.record(
+        "transposed convolution", output, [(weight, weights), (bias, biases)], input
+    )
