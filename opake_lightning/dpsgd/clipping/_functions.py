@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["INDEXING", "SPREADING", "STEERING", "VIEWS", "body_of", "unwatched", "writes"]
+__all__ = [
+    "INDEXING",
+    "ORDERING",
+    "SPREADING",
+    "VIEWS",
+    "body_of",
+    "is_basic",
+    "steers",
+    "unwatched",
+    "writes",
+]
 
 _bodies: dict[Any, Callable[..., Any] | None] = {}
 
@@ -99,5 +109,36 @@ STEERING = {
     Tensor.masked_select, torch.masked_select, Tensor.unique, torch.unique, Tensor.__contains__,
     Tensor.unique_consecutive, torch.unique_consecutive, torch.allclose, Tensor.allclose,
     torch.equal, Tensor.equal, torch.bincount, Tensor.bincount, Tensor.is_nonzero,
-    Tensor.repeat_interleave, torch.repeat_interleave,
+    Tensor.repeat_interleave, torch.repeat_interleave, torch.is_nonzero, torch.argwhere,
+    Tensor.argwhere, Tensor.__format__, Tensor.__repr__, Tensor.__dlpack__,
 }  # fmt: skip
+# Dimensions change places, so that the same functions may do something else.
+ORDERING = {
+    Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.movedim,
+    torch.movedim, Tensor.swapaxes, torch.swapaxes, Tensor.flatten, torch.flatten,
+}  # fmt: skip
+
+
+def steers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether values of a tensor decide what Python does next, or which shape comes out."""
+    if func in STEERING:
+        return True
+    if func in INDEXING:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(
+            (isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8))
+            or (isinstance(i, slice) and not is_basic(i))
+            for i in index
+        )
+    if func in (torch.where, functional.one_hot):
+        return len(args) + len(kwargs) == 1
+    return False
+
+
+def is_basic(index: Any) -> bool:
+    """Whether an index takes every element at most once: integers, slices, None and ``...``."""
+    if isinstance(index, tuple):
+        return all(is_basic(i) for i in cast("tuple[Any, ...]", index))
+    if isinstance(index, slice):
+        return all(end is None or type(end) is int for end in (index.start, index.stop, index.step))
+    return index is None or index is ... or type(index) is int

@@ -115,7 +115,8 @@ class Outer(Gradients):
     def squared_norms(self) -> Tensor:
         """Squared norms, by whichever way takes less."""
         if self.a.shape[1] == 1:
-            return squared_norms(self.a) * squared_norms(self.b)
+            # In float64: one of them may be too small, or too large, for a float32 square.
+            return squared_norms(self.a.double()) * squared_norms(self.b.double())
         if not self._prefers_gram():
             return super().squared_norms()
         # In float64: what cancels over t would leave too few digits of a float32 product.
@@ -240,7 +241,8 @@ class Pulled(Gradients):
 
     def span(self) -> tuple[int, int] | None:
         """First and last element of the leaf that it holds, if it holds those in between."""
-        if not self.isometric or not self.computed.is_contiguous():
+        same = self.computed.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr()
+        if not self.isometric or not same or not self.computed.is_contiguous():
             return None
         begin = int(self.computed.storage_offset())
         return begin, begin + self.computed.numel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,54 +25,20 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from opake_lightning.dpsgd.clipping import _calm
 from opake_lightning.dpsgd.clipping._functions import (
     INDEXING,
+    ORDERING,
     SPREADING,
-    STEERING,
     VIEWS,
     body_of,
+    is_basic,
+    steers,
     writes,
 )
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients
+from opake_lightning.dpsgd.clipping._uses import Computed, Unsupported, Use
 
-__all__ = ["Recorder", "Unsupported", "Use"]
+__all__ = ["Recorder"]
 
 Rule = Callable[..., Any]
-
-
-class Unsupported(Exception):  # noqa: N818  (nothing is wrong, another engine is right)
-    """The loss does something that this engine has no exact way for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A parameter: a leaf, or a tensor computed of leaves and constants.
-
-    Attributes:
-        tensor: The tensor. Kept, so that no other gets its id.
-        leaves: Numbers of the leaves that it depends on.
-        isometric: Whether it holds elements of one leaf, each at most once.
-    """
-
-    tensor: Tensor
-    leaves: frozenset[int]
-    isometric: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One operation with parameters in it.
-
-    Attributes:
-        name: Of the operation.
-        gradients: For each parameter in it, how to get the examples' gradients from the gradient
-            of the output.
-        inputs: Tensors that this needs, with the version each had.
-        axis: Where the examples are.
-    """
-
-    name: str
-    gradients: tuple[tuple[Computed, Callable[[Tensor], Gradients]], ...]
-    inputs: tuple[tuple[Tensor, int], ...]
-    axis: int
 
 
 class Recorder(TorchFunctionMode):
@@ -311,9 +277,13 @@ class Recorder(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         params: list[Tensor] = []
-        data = _look((args, kwargs.values()) if kwargs else args, self, params)
+        kinds: list[int] = []
+        data = _look((args, kwargs.values()) if kwargs else args, self, params, kinds)
         if not self._depth:
-            self.path = hash((self.path, func))
+            # What a tensor is taken for is part of what has to be tried out; so is which dimensions
+            # change places.
+            order = str(args[1:]) if func in ORDERING else ""
+            self.path = hash((self.path, func, tuple(kinds), order))
         if self._calm and (calm := _calm.REPLACED.get(func)) is not None:
             out = calm(func, *args, **kwargs)
             return self.mark(out) if data else out
@@ -323,7 +293,12 @@ class Recorder(TorchFunctionMode):
             return self._compute(func, args, kwargs, params)
         rule = self._rules.get(func)
         if rule is not None:
-            return rule(self, func, *args, **kwargs)
+            try:
+                return rule(self, func, *args, **kwargs)
+            except (TypeError, IndexError, AttributeError) as error:
+                # Arguments by name, or others that the rule does not have. If they are wrong,
+                # another engine will say so.
+                raise self.refuse(f"{_name(func)} was called in an unknown way") from error
         if (body := body_of(func)) is not None:
             with self._inside(), self._time_first(func, args, kwargs):
                 return body(*args, **kwargs)
@@ -374,9 +349,19 @@ class Recorder(TorchFunctionMode):
             return self._constant(func, args, func(*args, **kwargs))
         if func is torch.autograd.grad:
             raise self.refuse("the loss takes a gradient of its own, with respect to the batch")
-        if (func in STEERING or (func in INDEXING and _is_mask(args))) and not self._watching:
-            raise self.refuse(f"{_name(func)} makes Python or shapes depend on the batch's values")
-        out = func(*args, **kwargs)
+        if self._watching:
+            out = func(*args, **kwargs)
+        else:
+            if steers(func, args, kwargs):
+                raise self.refuse(
+                    f"{_name(func)} makes Python or shapes depend on the batch's values"
+                )
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and not out.dim():
+                raise self.refuse(
+                    f"{_name(func)} makes one number of the whole batch, where each example should "
+                    'have its own (a loss, as with reduction="none")'
+                )
         if func is Tensor.__setitem__:
             self.mark(args[0])
         return self.mark(out) if isinstance(out, (Tensor, tuple, list)) else out
@@ -394,8 +379,10 @@ class Recorder(TorchFunctionMode):
             own = (1,) * (out.dim() - len(source)) + tuple(source)
             many = many and own[self.axis] != self.size
         else:
+            # Indices that were made for each example; other numbers may have any shape.
             made = not any(isinstance(arg, Tensor) for arg in args)
-            many = made and out.dim() > 1 and out.shape[0] == self.size
+            indices = made and not out.is_floating_point() and out.dim() > 1
+            many = indices and out.shape[0] == self.size
         if many:
             return self.mark(out)
         out._opake_made = self._mark  # type: ignore[attr-defined]
@@ -405,8 +392,17 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Tensor]
     ) -> Any:
         """An operation of parameters and constants: its result is a parameter, too."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.requires_grad and not self.is_parameter(value):
+                raise self.refuse(
+                    f"{_name(func)} combines parameter {self.name_of(*params)} with a tensor that "
+                    "has a gradient of unknown origin"
+                )
         if func in SPREADING:
-            shape = SPREADING[func](*args, **kwargs)
+            try:
+                shape = SPREADING[func](*args, **kwargs)
+            except TypeError as error:
+                raise self.refuse(f"{_name(func)} was called in an unknown way") from error
             own = (1,) * (len(shape) - params[0].dim()) + tuple(params[0].shape)
             if len(shape) > self.axis and shape[self.axis] == self.size != own[self.axis]:
                 return self.spread(params[0], shape, _name(func))
@@ -416,7 +412,7 @@ class Recorder(TorchFunctionMode):
             raise self.refuse(
                 f"{_name(func)} writes to parameter {self.name_of(*params)} during the loss"
             )
-        isometric = func in VIEWS or (func in INDEXING and not _has_tensor(args[1:]))
+        isometric = func in VIEWS or (func in INDEXING and is_basic(args[1]))
         known = [self._known[id(p)] for p in params]
         leaves = frozenset[int]().union(*[k.leaves for k in known])
         isometric = isometric and len(leaves) == 1 and all(k.isometric for k in known)
@@ -447,17 +443,30 @@ class _Tap(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-def _look(values: Iterable[Any], recorder: Recorder, params: list[Tensor]) -> bool:
-    """Put parameters among ``values`` into ``params``; whether there are data."""
+def _look(
+    values: Iterable[Any], recorder: Recorder, params: list[Tensor], kinds: list[int]
+) -> bool:
+    """Put parameters among ``values`` into ``params`` and kinds of tensors into ``kinds``.
+
+    Returns:
+        Whether there are data.
+    """
     data = False
     for value in values:
         if isinstance(value, Tensor):
             if recorder.is_parameter(value):
                 params.append(value)
+                kinds.append(2)
             elif recorder.is_data(value):
                 data = True
+                kinds.append(1)
+            else:
+                kinds.append(0)
         elif isinstance(value, (tuple, list)) or type(value) in _VALUES:
-            data = _look(cast("Iterable[Any]", value), recorder, params) or data
+            data = _look(cast("Iterable[Any]", value), recorder, params, kinds) or data
+        elif isinstance(value, slice):
+            ends = (value.start, value.stop, value.step)
+            data = _look(ends, recorder, params, kinds) or data
     return data
 
 
@@ -468,20 +477,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if not isinstance(value, (tuple, list)):
         return []
     return [item for item in cast("Iterable[Any]", value) if isinstance(item, Tensor)]
-
-
-def _has_tensor(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(value, (Tensor, list))
-        or (isinstance(value, tuple) and _has_tensor(cast("Iterable[Any]", value)))
-        for value in values
-    )
-
-
-def _is_mask(args: tuple[Any, ...]) -> bool:
-    """Whether a tensor is indexed by a mask, which makes shapes depend on values."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index)
 
 
 def _name(func: Any) -> str:

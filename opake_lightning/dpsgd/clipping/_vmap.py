@@ -188,10 +188,10 @@ class _OneByOne(_PerExample):
             finally:
                 if watch.refusal is not None:
                     raise PrivacyError(f"no engine may run this loss: {watch.refusal}")
+            found: Any = [None] * len(leaves)
             if loss.requires_grad:
-                # Not autograd.grad, which parts that are checkpointed the old way do not allow.
-                loss.backward()
-        found = [leaf.grad for leaf in leaves]
+                # Not backward(), which would also write to what is not a parameter here.
+                found = torch.autograd.grad(loss, leaves, allow_unused=True)
         gradients = [
             torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
             for p, g in zip(params, found, strict=True)

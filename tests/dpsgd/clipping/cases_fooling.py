@@ -291,7 +291,7 @@ def neighbour_in_the_batch(dtype):
     return Case(params, loss_fn, torch.randn(B, 6, dtype=dtype))
 
 
-@case(mixes=True)
+@case("falls back", mixes=True)
 def mean_over_the_batch(dtype):
     # Not one loss per row, but the sum is the same; a mean as a number is refused elsewhere.
     params = normal(dtype, w=(4, 6))

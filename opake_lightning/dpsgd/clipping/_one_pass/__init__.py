@@ -16,6 +16,6 @@ from opake_lightning.dpsgd.clipping._one_pass._clip import clipped_sum
 from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, run_pass
 from opake_lightning.dpsgd.clipping._one_pass._rules import RULES, rule_for
 from opake_lightning.dpsgd.clipping._one_pass._verify import Verified
-from opake_lightning.dpsgd.clipping._record import Unsupported
+from opake_lightning.dpsgd.clipping._uses import Unsupported
 
 __all__ = ["RULES", "Pass", "Unsupported", "Verified", "clipped_sum", "rule_for", "run_pass"]

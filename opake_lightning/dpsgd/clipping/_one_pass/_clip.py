@@ -16,7 +16,7 @@ from opake_lightning.dpsgd.clipping._batch import Examples
 from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
 from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, run_pass
 from opake_lightning.dpsgd.clipping._one_pass._verify import Undecided, Verified, same_random
-from opake_lightning.dpsgd.clipping._record import Unsupported
+from opake_lightning.dpsgd.clipping._uses import Unsupported
 
 __all__ = ["clipped_sum"]
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convolution_backward
 
 # Elements of formed gradients that are looked at together.
-_CHUNK = 1 << 21
+_CHUNK = 1 << 20
 # A product in float64 takes about as long as two in float32.
 _GRAM_COST = 2
 

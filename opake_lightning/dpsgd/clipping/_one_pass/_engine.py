@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointError
 from opake_lightning.dpsgd.clipping._functions import unwatched
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Pulled, total
 from opake_lightning.dpsgd.clipping._one_pass._rules import RULES
-from opake_lightning.dpsgd.clipping._record import Computed, Recorder, Use
+from opake_lightning.dpsgd.clipping._record import Recorder
+from opake_lightning.dpsgd.clipping._uses import Computed, Use
 
 __all__ = ["Pass", "run_pass"]
 
@@ -138,9 +139,13 @@ def _backward(
                     torch.ones_like(losses),
                     allow_unused=True,
                 )
-        except CheckpointError as error:
-            why = "a checkpointed part of the loss did not repeat itself"
-            raise recorder.refuse(why) from error
+        except torch.OutOfMemoryError:
+            raise
+        except (CheckpointError, RuntimeError) as error:
+            # If it is the loss that is wrong, another engine will say so.
+            raise recorder.refuse(
+                f"its backward pass failed: {str(error).splitlines()[0]}"
+            ) from error
         if recorder.refusal is not None:
             raise recorder.refusal
         for number, gradient in enumerate(found[: len(leaves)]):

@@ -417,7 +417,7 @@ def _batch_norm(
 _NAMES = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "maximum",
     "minimum", "where", "lerp", "addcmul", "addcdiv", "add_", "sub_", "mul_", "div_", "addcmul_",
-    "addcdiv_", "__rsub__", "__rdiv__", "__rtruediv__", "__rpow__", "rsub",
+    "addcdiv_", "__rsub__", "__rdiv__", "__rtruediv__", "__pow__", "__rpow__", "rsub",
 )  # fmt: skip
 _ELEMENTWISE = [
     getattr(owner, name) for name in _NAMES for owner in (torch, Tensor) if hasattr(owner, name)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from opake_lightning._tree import wide
 from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, Signature, run_pass
-from opake_lightning.dpsgd.clipping._record import Recorder, Unsupported
+from opake_lightning.dpsgd.clipping._record import Recorder
+from opake_lightning.dpsgd.clipping._uses import Unsupported
 
 __all__ = ["Undecided", "Verified", "same_random"]
 
@@ -29,6 +30,8 @@ _FEW = 8
 _TOLERANCE, _LOOSE_TOLERANCE = 1e-5, 5e-2
 # Of gradients whose squares leave the range of float32 nothing can be told.
 _LEAST = 1e-12
+# How far from the parameters it is compared: in relation to their size, and at least.
+_AWAY, _AWAY_FROM_ZERO = 0.05, 0.01
 # Rounding of a parameter with a small gradient, in relation to the whole.
 _SLACK = 1e-3
 
@@ -79,10 +82,9 @@ class Verified:
         off = torch.autocast(params[0].device.type, enabled=False)
         with same_random(params), off:
             try:
-                wide = [p.detach().double() for p in params]
                 same = tuple(t.double() if t.is_floating_point() else t for t in rows)
-                found = self._run(loss_of, wide, same, _TOLERANCE)
-            except (_Mismatch, Undecided):
+                found = self._run(loss_of, _elsewhere(params), same, _TOLERANCE)
+            except _Mismatch:
                 raise
             except (RuntimeError, TypeError, ValueError, Unsupported):
                 # Not every loss can be had in another type than the one it was written for.
@@ -123,6 +125,8 @@ class Verified:
         for k, i in enumerate(sorted(chosen), 1):
             single = _single_gradients(loss_of, params, tuple(t[i : i + 1] for t in rows))
             alone = torch.stack([_norm(g) for g in single])
+            if not bool(alone.isfinite().all()):
+                raise Unsupported("an example has no finite gradient, and so cannot be compared")
             self._near(norms[:, i] - alone, alone, tolerance)
             # Different weights, so that one example cannot stand for another.
             factors[i] = k
@@ -154,6 +158,18 @@ class _Mismatch(Unsupported):
     """One pass has found something else than single examples have."""
 
 
+def _elsewhere(params: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters near by, in float64: where one is zero, others may have no gradient to compare."""
+    draw = torch.Generator().manual_seed(0)
+    out: list[Tensor] = []
+    for param in params:
+        wide = param.detach().double()
+        size = wide.square().mean().sqrt() if wide.numel() else wide.new_zeros(())
+        step = torch.randn(wide.shape, generator=draw, dtype=torch.float64).to(wide.device)
+        out.append(wide + step * (_AWAY * size + _AWAY_FROM_ZERO))
+    return out
+
+
 def _norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values.double())
 
@@ -166,13 +182,10 @@ def _single_gradients(
     with torch.enable_grad():
         with Recorder([], 1, {}, calm=True):
             losses, _ = loss_of(leaves, row)
-        loss = losses.sum()
-        if loss.requires_grad:
-            loss.backward()
-    found = [
-        torch.zeros_like(p) if x.grad is None else x.grad
-        for p, x in zip(params, leaves, strict=True)
-    ]
+        found: Any = [None] * len(leaves)
+        if losses.requires_grad:
+            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    found = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
     return [g.to_dense() if g.is_sparse else g for g in found]
 
 
