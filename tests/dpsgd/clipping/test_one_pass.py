@@ -408,3 +408,19 @@ def test_the_choice_of_a_microbatch_is_kept():
     assert size & (size - 1) == 0
     _, state = grad_fn(W, X[:2], state=state)
     assert state.microbatch_size == size
+
+
+def test_where_memory_is_short_a_batch_is_compared_as_it_is(monkeypatch):
+    where = "opake_lightning.dpsgd.clipping._one_pass._verify.free_bytes"
+    monkeypatch.setattr(where, lambda device: 1.0)
+    seen: set[torch.dtype] = set()
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        seen.add(w.dtype)
+        hidden = F.linear(x, w)
+        return (hidden - hidden.mean(0)).square().sum(1)
+
+    with pytest.warns(UserWarning, match="not that of its examples one by one"):
+        got, _ = sum_by("auto", loss_fn)
+    torch.testing.assert_close(got, sum_by("vmap", loss_fn)[0])
+    assert seen == {torch.float32}

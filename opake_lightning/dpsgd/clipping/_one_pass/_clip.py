@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,12 @@ from opake_lightning.dpsgd.clipping import _vmap
 from opake_lightning.dpsgd.clipping._batch import Examples
 from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
 from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, run_pass
-from opake_lightning.dpsgd.clipping._one_pass._verify import Undecided, Verified, same_random
+from opake_lightning.dpsgd.clipping._one_pass._verify import (
+    Undecided,
+    Verified,
+    free_bytes,
+    same_random,
+)
 from opake_lightning.dpsgd.clipping._uses import Unsupported
 
 __all__ = ["clipped_sum"]
@@ -116,7 +120,7 @@ class _Microbatches:
         with same_random(self._params):
             each = self._pass(rows).kept_bytes / 2
         room = _PASS_BYTES if self._device.type == "cpu" else _PASS_BYTES_ELSEWHERE
-        room = min(room, _free_bytes(self._device) / _KEPT / 2)
+        room = min(room, free_bytes(self._device) / _KEPT / 2)
         return 1 << max(0, min(int(room / max(1.0, each)), _MOST).bit_length() - 1)
 
     def _pass(self, rows: tuple[Tensor, ...]) -> Pass:
@@ -191,12 +195,3 @@ def _rows_of(leaf: Any, size: int) -> Tensor:
             "examples"
         )
     return leaf.detach()
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not on every system
-        return float("inf")

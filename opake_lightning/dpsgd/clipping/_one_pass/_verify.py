@@ -8,6 +8,7 @@ weighted sum of a few examples are compared with ordinary autograd's of each of 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, Signature, ru
 from opake_lightning.dpsgd.clipping._record import Recorder
 from opake_lightning.dpsgd.clipping._uses import Unsupported
 
-__all__ = ["Undecided", "Verified", "same_random"]
+__all__ = ["Undecided", "Verified", "free_bytes", "same_random"]
 
 # How many examples are compared, and how far, in relation to the norm, they may be off. What is
 # wrong is off by its own size. What is right is off by rounding; but in float32 a ReLU may be open
@@ -30,6 +31,8 @@ _FEW = 8
 _TOLERANCE, _LOOSE_TOLERANCE = 1e-5, 5e-2
 # Of gradients whose squares leave the range of float32 nothing can be told.
 _LEAST = 1e-12
+# Memory for each parameter that a comparison in float64 may need, some of it to spare.
+_BYTES = 100
 # How far from the parameters it is compared: in relation to their size, and at least.
 _AWAY, _AWAY_FROM_ZERO = 0.05, 0.01
 # Rounding of a parameter with a small gradient, in relation to the whole.
@@ -82,8 +85,13 @@ class Verified:
         off = torch.autocast(params[0].device.type, enabled=False)
         with same_random(params), off:
             try:
-                same = tuple(t.double() if t.is_floating_point() else t for t in rows)
-                found = self._run(loss_of, _elsewhere(params), same, _TOLERANCE)
+                if sum(p.numel() for p in params) * _BYTES <= free_bytes(params[0].device):
+                    same = tuple(t.double() if t.is_floating_point() else t for t in rows)
+                    near = _elsewhere(params, torch.float64)
+                    found = self._run(loss_of, near, same, _TOLERANCE)
+                else:
+                    near = _elsewhere(params, None)
+                    found = self._run(loss_of, near, rows, _LOOSE_TOLERANCE)
             except _Mismatch:
                 raise
             except (RuntimeError, TypeError, ValueError, Unsupported):
@@ -158,15 +166,15 @@ class _Mismatch(Unsupported):
     """One pass has found something else than single examples have."""
 
 
-def _elsewhere(params: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters near by, in float64: where one is zero, others may have no gradient to compare."""
+def _elsewhere(params: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Parameters near by: where one is zero, others may have no gradient to compare."""
     draw = torch.Generator().manual_seed(0)
     out: list[Tensor] = []
     for param in params:
-        wide = param.detach().double()
-        size = wide.square().mean().sqrt() if wide.numel() else wide.new_zeros(())
-        step = torch.randn(wide.shape, generator=draw, dtype=torch.float64).to(wide.device)
-        out.append(wide + step * (_AWAY * size + _AWAY_FROM_ZERO))
+        value = param.detach().to(dtype or param.dtype)
+        size = _norm(value) / max(1, value.numel()) ** 0.5
+        step = torch.randn(value.shape, generator=draw).to(value)
+        out.append(value + step * float(_AWAY * size + _AWAY_FROM_ZERO))
     return out
 
 
@@ -195,3 +203,13 @@ def same_random(params: Sequence[Tensor]) -> Generator[None]:
     devices = [params[0].device] if params and params[0].device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free on ``device``."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return float("inf")
