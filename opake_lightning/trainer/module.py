@@ -49,6 +49,7 @@ class DPMixin:
     log_not_private: bool = False
     _dp: Run | None = None
     _dp_in_loss: bool = False
+    _dp_shown: tuple[int, float] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -251,7 +252,12 @@ class DPMixin:
         )
         ledger, delta = run.ledger, run.delta
         epsilon = ledger.epsilon(delta) if exact else ledger.epsilon_bound(delta)
-        self._dp_log_spent(epsilon, {"on_step": True, "on_epoch": False})
+        # Lightning goes on showing what was logged, until the epoch ends; to log it takes as long
+        # as a small model's forward pass.
+        position = trainer.fit_loop.epoch_progress.current.ready, epsilon
+        if exact or position != self._dp_shown:
+            self._dp_log_spent(epsilon, {"on_step": True, "on_epoch": False})
+            self._dp_shown = position
         if run.state and isinstance(run.state.clip, AdaptiveClipState):
             # Of the next step; made from noisy counts, so it may be seen.
             module.log("privacy/clipping_norm", run.state.clip.clipping_norm, batch_size=1)
