@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import optree
+import torch
 from torch import Tensor
 
-__all__ = ["Aux", "ClippedSum", "FactorsOf"]
+from opake_lightning._tree import Layout
+from opake_lightning.dpsgd.clipping._batch import Examples
+
+__all__ = ["LARGE_NORM", "Aux", "ClippedSum", "FactorsOf", "Request"]
+
+# Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
+LARGE_NORM = 1e15
 
 Aux: TypeAlias = Any
 # From norms to factors, both float64 of shape [G, B]; 0 where a norm is not finite.
 FactorsOf: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The sum over examples of ``factor(norm) * gradient``.
+
+    Attributes:
+        loss_of: Loss of (params, batch arguments), or (loss, aux).
+        params: Leaves of the parameters, in the layout's order.
+        layout: Layout of the parameters.
+        examples: The batch.
+        groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
+            group by group.
+        factors_of: From norms to factors.
+        square_factors_of: The same for gradients that are squared before they are summed; None
+            leaves the squares out.
+        has_aux: Whether the loss returns (loss, aux).
+    """
+
+    loss_of: Callable[[Any, tuple[Any, ...]], Any]
+    params: list[Tensor]
+    layout: Layout
+    examples: Examples
+    groups: tuple[int, ...]
+    factors_of: FactorsOf
+    square_factors_of: FactorsOf | None
+    has_aux: bool
+
+    @property
+    def n_groups(self) -> int:
+        """G, the number of groups."""
+        return max(self.groups, default=0) + 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.params[0].device if self.params else torch.device("cpu")
+
+    def loss(self, leaves: Sequence[Tensor], tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        """What the loss of ``tensors`` is at ``leaves``, and its aux, () if there is none."""
+        params = optree.tree_unflatten(self.layout.treespec, leaves)
+        out = self.loss_of(params, self.examples.rebuild(tensors))
+        if not self.has_aux:
+            return out, ()
+        if not (isinstance(out, tuple) and len(cast("Any", out)) == 2):
+            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
+        return cast("tuple[Any, Any]", out)
+
+    def no_norms(self) -> Tensor:
+        """The norms of no examples."""
+        return torch.zeros(self.n_groups, 0, dtype=torch.float64, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,15 @@ choice is part of the state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping import _one_pass, _vmap
-from opake_lightning.dpsgd.clipping._batch import Examples
-from opake_lightning.dpsgd.clipping._engine import ClippedSum, FactorsOf
+from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request
 
 __all__ = ["ENGINES", "Choice", "Engine", "Engines"]
 
@@ -61,44 +59,31 @@ class Engines:
     def clipped_sum(
         self,
         choice: Choice,
-        loss_of: Callable[[Any, tuple[Any, ...]], Any],
-        params: list[Tensor],
-        layout: Layout,
-        examples: Examples,
-        factors_of: FactorsOf,
+        request: Request,
         *,
-        groups: tuple[int, ...] | None,
-        has_aux: bool,
         microbatch_size: int | None,
-        square_factors_of: FactorsOf | None,
         least_bound: float,
     ) -> tuple[ClippedSum, Choice]:
-        """As :func:`_vmap.clipped_sum`, by the engine of ``choice``; also returns the new choice.
+        """Answer ``request`` by the engine of ``choice``; also returns the new choice.
 
         ``least_bound`` is the least norm that a gradient may be scaled to.
 
         Raises:
             ValueError: If the engine that was asked for cannot do the loss.
         """
-        call: dict[str, Any] = {
-            "groups": groups,
-            "has_aux": has_aux,
-            "square_factors_of": square_factors_of,
-        }
-        about = (loss_of, params, layout, examples, factors_of)
         if self.asked == "vmap" or least_bound < _LEAST_BOUND:
-            return _vmap.clipped_sum(*about, microbatch_size=microbatch_size, **call), choice
-        before = _random_state(params)
+            return _vmap.clipped_sum(request, microbatch_size=microbatch_size), choice
+        before = _random_state(request.device)
         why = ""
         if choice.engine == _ONE_PASS:
             size = microbatch_size or choice.microbatch_size or None
             try:
                 result, size = _one_pass.clipped_sum(
-                    *about, microbatch_size=size, verified=self._verified, **call
+                    request, microbatch_size=size, verified=self._verified
                 )
                 return result, choice if microbatch_size else Choice(_ONE_PASS, size)
             except _one_pass.Unsupported as reason:
-                why = _with_names(str(reason), layout)
+                why = _with_names(str(reason), request.layout)
                 if self.asked == "one_pass":
                     raise ValueError(
                         f"engine='one_pass' cannot clip this loss: {why}; use engine='auto'"
@@ -106,7 +91,7 @@ class Engines:
             _restore_random_state(before)
         if choice.engine != _ONE_BY_ONE:
             try:
-                result = _vmap.clipped_sum(*about, microbatch_size=microbatch_size, **call)
+                result = _vmap.clipped_sum(request, microbatch_size=microbatch_size)
             except RuntimeError as error:
                 if any(words in str(error) for words in _MUTATION):
                     raise
@@ -118,7 +103,7 @@ class Engines:
                     _tell("by the general engine, which is slower", why)
                 return result, Choice(_VMAP)
         # If it fails here, too, then this is the error to see: that of ordinary autograd.
-        result = _vmap.clipped_sum(*about, microbatch_size=1, one_by_one=True, **call)
+        result = _vmap.clipped_sum(request, microbatch_size=1, one_by_one=True)
         if why:
             _tell("one example at a time, which is much slower", why)
         return result, choice
@@ -139,9 +124,10 @@ def _with_names(text: str, layout: Layout) -> str:
     return text
 
 
-def _random_state(params: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    cuda = bool(params) and params[0].device.type == "cuda"
-    return torch.get_rng_state(), torch.cuda.get_rng_state(params[0].device) if cuda else None
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), (
+        torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    )
 
 
 def _restore_random_state(state: tuple[Tensor, Tensor | None]) -> None:

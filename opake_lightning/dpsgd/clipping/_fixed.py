@@ -24,7 +24,7 @@ from torch import Tensor
 from opake_lightning import _check
 from opake_lightning._tree import Layout, layout_of, unpack
 from opake_lightning.dpsgd.clipping._batch import examples_of
-from opake_lightning.dpsgd.clipping._engine import ClippedSum
+from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request
 from opake_lightning.dpsgd.clipping._engines import Choice, Engine, Engines
 from opake_lightning.dpsgd.clipping._groups import group_numbers
 from opake_lightning.dpsgd.clipping._rule import (
@@ -179,22 +179,30 @@ def per_example_grad_fn(
                 filled[position] = value
             return loss_fn(*filled)
 
-        result, choice = engines.clipped_sum(
-            Choice(state.engine, state.microbatch_size),
+        leaves = layout.leaves(params)
+        request = Request(
             loss_of,
-            layout.leaves(params),
+            leaves,
             layout,
             examples_of(tuple(args[position] for position in batch_at)),
-            _factors(rule, bounds, divided_by=scale),
-            groups=None if rule.groups is None else group_numbers(rule.groups, layout.treespec),
-            has_aux=has_aux,
-            microbatch_size=microbatch_size,
+            groups=(
+                (0,) * len(leaves)
+                if rule.groups is None
+                else group_numbers(rule.groups, layout.treespec)
+            ),
+            factors_of=_factors(rule, bounds, divided_by=scale),
             # (factor / sqrt(B) * g)^2 = (factor * g)^2 / B
             square_factors_of=(
                 _factors(rule, bounds, divided_by=math.sqrt(scale))
                 if form == "per_example"
                 else None
             ),
+            has_aux=has_aux,
+        )
+        result, choice = engines.clipped_sum(
+            Choice(state.engine, state.microbatch_size),
+            request,
+            microbatch_size=microbatch_size,
             least_bound=min(bounds),
         )
         radius = _radius_of(form, bounds, projection_radius)

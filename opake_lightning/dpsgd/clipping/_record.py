@@ -2,8 +2,8 @@
 
 The loss of a batch runs once, under :class:`Recorder`. Every call of a torch function passes
 through it. Where a parameter takes part in an operation that has a rule, the operation runs with
-the parameter detached, and its inputs and its place in the autograd graph are kept. Therefore a
-parameter that still gets a gradient in the end was used in some way that was not understood.
+the parameter detached, its inputs are kept, and the gradient of its output is asked for. Therefore
+a parameter that still gets a gradient in the end was used in a way that was not understood.
 
 Tensors come in three kinds. *Data* depends on the batch; it is marked, and what is computed of it
 is marked. *Parameters* are leaves and whatever is computed of leaves and constants alone, such as a

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opake_lightning._tree import Layout, wide
-from opake_lightning.dpsgd.clipping._batch import Examples
-from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
+from opake_lightning._tree import wide
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._record import Recorder
 from opake_lightning.errors import PrivacyError
 
@@ -29,91 +28,55 @@ __all__ = ["clipped_sum", "without_autocast"]
 # float32, beyond which memory traffic costs more than smaller microbatches do.
 _DEFAULT_ELEMENTS = 1 << 26
 _NORM_BLOCK = 1 << 16
-# Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
-_LARGE_NORM = 1e15
 
 
 def clipped_sum(
-    loss_of: Callable[[Any, tuple[Any, ...]], Any],
-    params: list[Tensor],
-    layout: Layout,
-    examples: Examples,
-    factors_of: FactorsOf,
-    *,
-    groups: tuple[int, ...] | None = None,
-    has_aux: bool,
-    microbatch_size: int | None,
-    square_factors_of: FactorsOf | None = None,
-    one_by_one: bool = False,
+    request: Request, *, microbatch_size: int | None, one_by_one: bool = False
 ) -> ClippedSum:
-    """Sum over examples of ``factor(norm) * gradient``, without keeping the gradients.
+    """Answer ``request``, without keeping the gradients.
 
     Args:
-        loss_of: Loss of (params, batch arguments), called with one example at a time; the batch
-            dimension is kept, with size 1.
-        params: Leaves of the parameters, in the layout's order.
-        layout: Layout of the parameters.
-        examples: The batch.
-        factors_of: From norms (float64, [G, B]) to factors (float64, [G, B]); must be 0 where the
-            norm is not finite.
-        groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
-            group by group. None puts all leaves into one group.
-        has_aux: Whether the loss returns (loss, aux).
+        request: Its loss is called with one example at a time; the batch dimension is kept, with
+            size 1.
         microbatch_size: Examples differentiated at once; None chooses by memory.
-        square_factors_of: Like ``factors_of``, for gradients that are squared before they are
-            summed; None leaves the squares out.
         one_by_one: Differentiate one example after the other, by ordinary autograd: slow, and right
             for everything that has a gradient.
     """
-    leaves = [p.detach() for p in params]
+    layout, groups = request.layout, request.groups
+    leaves = [p.detach() for p in request.params]
     flats = layout.zeros()
     sums = [view.view(-1) for view in layout.views(flats)]
-    squares = layout.zeros() if square_factors_of else None
+    squares = layout.zeros() if request.square_factors_of else None
     square_sums = [view.view(-1) for view in layout.views(squares)] if squares else []
-    size = microbatch_size or max(1, _DEFAULT_ELEMENTS // max(1, sum(p.numel() for p in params)))
-    run: Callable[..., Any] = _PerExample(loss_of, layout, examples, has_aux=has_aux)
+    size = microbatch_size or max(1, _DEFAULT_ELEMENTS // max(1, sum(p.numel() for p in leaves)))
+    run = _PerExample(request)
     if one_by_one:
-        size, run = 1, _OneByOne(loss_of, layout, examples, has_aux=has_aux)
-    groups = (0,) * len(leaves) if groups is None else groups
-    n_groups = max(groups, default=0) + 1
-    device = params[0].device if params else torch.device("cpu")
-    norms: list[Tensor] = []
+        size, run = 1, _OneByOne(request)
+    norms = [request.no_norms()]
     aux: list[tuple[Tensor, ...]] = []
-    for start in range(0, examples.size, size):
-        rows = tuple(t[start : start + size] for t in examples.tensors)
-        with without_autocast(device) as ambient:
+    for start in range(0, request.examples.size, size):
+        rows = tuple(t[start : start + size] for t in request.examples.tensors)
+        with without_autocast(request.device) as ambient:
             gradients, extra = run(leaves, rows, ambient)
-            norm = _norms(gradients, groups, (n_groups, len(rows[0])))
+            norm = _norms(gradients, groups, (request.n_groups, len(rows[0])))
             norm, divided_by = _tame(gradients, groups, norm)
-            factors = (factors_of(norm) * divided_by).unbind()
+            factors = (request.factors_of(norm) * divided_by).unbind()
             for total, gradient, group in zip(sums, gradients, groups, strict=True):
                 rows_of = gradient.reshape(norm.shape[1], -1).to(total.dtype)
                 total.addmv_(rows_of.t(), factors[group].to(total.dtype))
-            if square_factors_of:
-                factors = (square_factors_of(norm) * divided_by).unbind()
+            if request.square_factors_of:
+                factors = (request.square_factors_of(norm) * divided_by).unbind()
                 _add_squares(square_sums, gradients, [factors[group] for group in groups])
             norms.append(norm)
             aux.append(extra)
-    if not norms:
-        norms = [torch.zeros(n_groups, 0, dtype=torch.float64, device=device)]
     return ClippedSum(flats, torch.cat(norms, dim=1), run.rebuild_aux(aux), squares)
 
 
 class _PerExample:
     """Gradients of single examples, vectorised over the rows of a microbatch."""
 
-    def __init__(
-        self,
-        loss_of: Callable[[Any, tuple[Any, ...]], Any],
-        layout: Layout,
-        examples: Examples,
-        *,
-        has_aux: bool,
-    ) -> None:
-        self._loss_of = loss_of
-        self._layout = layout
-        self._examples = examples
-        self._has_aux = has_aux
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._aux_spec: optree.PyTreeSpec | None = None
 
     def __call__(
@@ -142,12 +105,7 @@ class _PerExample:
     def _loss(
         self, leaves: tuple[Tensor, ...], example: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        params = optree.tree_unflatten(self._layout.treespec, leaves)
-        batch = self._examples.rebuild(tuple(t.unsqueeze(0) for t in example))
-        out = self._loss_of(params, batch)
-        if self._has_aux and not (isinstance(out, tuple) and len(cast("Any", out)) == 2):
-            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
-        loss, aux = cast("tuple[Any, Any]", out) if self._has_aux else (out, ())
+        loss, aux = self._request.loss(leaves, tuple(t.unsqueeze(0) for t in example))
         if not isinstance(loss, Tensor) or loss.shape not in ((), (1,)):
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))
             raise ValueError(
@@ -165,7 +123,7 @@ class _PerExample:
         return loss.reshape(()), tuple(rows)
 
     def rebuild_aux(self, chunks: list[tuple[Tensor, ...]]) -> Aux:
-        if self._aux_spec is None or not self._has_aux:
+        if self._aux_spec is None or not self._request.has_aux:
             return None
         columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
         return optree.tree_unflatten(self._aux_spec, columns)
@@ -236,7 +194,7 @@ def _tame(gradients: list[Tensor], groups: tuple[int, ...], norm: Tensor) -> tup
         of two that each row was divided by, group by group.
     """
     divided_by = torch.ones_like(norm)
-    odd = ~(norm <= _LARGE_NORM)
+    odd = ~(norm <= LARGE_NORM)
     if not bool(odd.any()):
         return norm, divided_by
     rows = norm.shape[1]

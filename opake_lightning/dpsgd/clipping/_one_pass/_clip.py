@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping import _vmap
-from opake_lightning.dpsgd.clipping._batch import Examples
-from opake_lightning.dpsgd.clipping._engine import Aux, ClippedSum, FactorsOf
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._one_pass._engine import Pass, run_pass
 from opake_lightning.dpsgd.clipping._one_pass._verify import (
     Undecided,
@@ -31,24 +30,12 @@ _PASS_BYTES_ELSEWHERE = 1 << 30
 _MOST = 512
 # What is recorded is part of what autograd keeps.
 _KEPT = 4
-# Norms beyond which an example is left to the general engine, which rescales it.
-_LARGE_NORM = 1e15
 
 
 def clipped_sum(
-    loss_of: Callable[[Any, tuple[Any, ...]], Any],
-    params: list[Tensor],
-    layout: Layout,
-    examples: Examples,
-    factors_of: FactorsOf,
-    *,
-    groups: tuple[int, ...] | None,
-    has_aux: bool,
-    microbatch_size: int | None,
-    square_factors_of: FactorsOf | None,
-    verified: Verified,
+    request: Request, *, microbatch_size: int | None, verified: Verified
 ) -> tuple[ClippedSum, int]:
-    """As :func:`opake_lightning.dpsgd.clipping._vmap.clipped_sum`, in one pass per microbatch.
+    """Answer ``request`` in one pass per microbatch.
 
     Returns:
         The sum, and the size of a microbatch.
@@ -56,41 +43,24 @@ def clipped_sum(
     Raises:
         Unsupported: If it would not be exact.
     """
-    run = _Microbatches(
-        loss_of, params, layout, examples, factors_of, groups, has_aux, square_factors_of, verified
-    )
+    run = _Microbatches(request, verified)
     size = microbatch_size or run.affordable()
+    step = size or _MOST
     with torch.no_grad():
-        for start in range(0, examples.size, size or _MOST):
-            run.add(tuple(t[start : start + (size or _MOST)] for t in examples.tensors))
+        for start in range(0, request.examples.size, step):
+            run.add(tuple(t[start : start + step] for t in request.examples.tensors))
     return run.result(), size
 
 
 class _Microbatches:
-    def __init__(
-        self,
-        loss_of: Callable[[Any, tuple[Any, ...]], Any],
-        params: list[Tensor],
-        layout: Layout,
-        examples: Examples,
-        factors_of: FactorsOf,
-        groups: tuple[int, ...] | None,
-        has_aux: bool,
-        square_factors_of: FactorsOf | None,
-        verified: Verified,
-    ) -> None:
-        self._loss_of, self._params, self._layout = loss_of, params, layout
-        self._examples, self._has_aux = examples, has_aux
-        self._factors_of, self._square_factors_of = factors_of, square_factors_of
-        self._groups = groups if groups is not None else (0,) * len(params)
-        self._n_groups = max(self._groups, default=0) + 1
-        self._device = params[0].device if params else torch.device("cpu")
-        self._verified = verified
+    def __init__(self, request: Request, verified: Verified) -> None:
+        self._request, self._verified = request, verified
+        layout = request.layout
         self._flats = layout.zeros()
         self._sums = layout.views(self._flats)
-        self._squares = layout.zeros() if square_factors_of else None
+        self._squares = layout.zeros() if request.square_factors_of else None
         self._square_sums = layout.views(self._squares) if self._squares else []
-        self._norms: list[Tensor] = []
+        self._norms = [request.no_norms()]
         self._aux: list[Aux] = []
 
     def add(self, rows: tuple[Tensor, ...]) -> None:
@@ -104,37 +74,30 @@ class _Microbatches:
 
     def result(self) -> ClippedSum:
         """The sums."""
-        norms = self._norms or [
-            torch.zeros(self._n_groups, 0, dtype=torch.float64, device=self._device)
-        ]
         aux = None
-        if self._has_aux and self._aux:
+        if self._request.has_aux and self._aux:
             aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
-        return ClippedSum(self._flats, torch.cat(norms, dim=1), aux, self._squares)
+        return ClippedSum(self._flats, torch.cat(self._norms, dim=1), aux, self._squares)
 
     def affordable(self) -> int:
         """How many examples to take at once, a power of two, found with two of them."""
-        if self._examples.size < 2:
+        if self._request.examples.size < 2:
             return 0
-        rows = tuple(t[:2] for t in self._examples.tensors)
-        with same_random(self._params):
+        rows = tuple(t[:2] for t in self._request.examples.tensors)
+        with same_random(self._request.params):
             each = self._pass(rows).kept_bytes / 2
-        room = _PASS_BYTES if self._device.type == "cpu" else _PASS_BYTES_ELSEWHERE
-        room = min(room, free_bytes(self._device) / _KEPT / 2)
+        room = _PASS_BYTES if self._request.device.type == "cpu" else _PASS_BYTES_ELSEWHERE
+        room = min(room, free_bytes(self._request.device) / _KEPT / 2)
         return 1 << max(0, min(int(room / max(1.0, each)), _MOST).bit_length() - 1)
 
     def _pass(self, rows: tuple[Tensor, ...]) -> Pass:
-        with _vmap.without_autocast(self._device) as ambient:
-            return run_pass(lambda leaves: self._loss(leaves, rows), self._params, rows, ambient)
+        with _vmap.without_autocast(self._request.device) as ambient:
+            return run_pass(
+                lambda leaves: self._loss(leaves, rows), self._request.params, rows, ambient
+            )
 
     def _loss(self, leaves: Sequence[Tensor], rows: tuple[Tensor, ...]) -> tuple[Any, Any]:
-        params = optree.tree_unflatten(self._layout.treespec, leaves)
-        out = self._loss_of(params, self._examples.rebuild(rows))
-        if not self._has_aux:
-            return out, ()
-        if not (isinstance(out, tuple) and len(cast("Any", out)) == 2):
-            raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
-        losses, aux = cast("tuple[Any, Any]", out)
+        losses, aux = self._request.loss(leaves, rows)
         size = len(rows[0])
 
         def own(leaf: Any) -> Tensor:
@@ -144,24 +107,28 @@ class _Microbatches:
 
     def _together(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Aux]:
         found = self._pass(rows)
-        norms = found.norms(self._groups, self._n_groups, self._device)
-        usual = (norms <= _LARGE_NORM).all(0)
+        norms = found.norms(self._request.groups, self._request.n_groups, self._request.device)
+        usual = (norms <= LARGE_NORM).all(0)
         if not bool(usual.all()):
             return self._apart(rows, usual, found.aux)
         if not self._verified.knows(found.signature):
             try:
-                self._verified.check(self._loss, self._params, rows, found.signature)
+                self._verified.check(self._loss, self._request.params, rows, found.signature)
             except Undecided:
                 return self._apart(rows, torch.zeros_like(usual), found.aux)
-        found.add_weighted(self._factors_of(norms), self._groups, self._sums)
-        if self._square_factors_of is not None:
-            found.add_squares(self._square_factors_of(norms), self._groups, self._square_sums)
+        found.add_weighted(self._request.factors_of(norms), self._request.groups, self._sums)
+        if self._request.square_factors_of is not None:
+            found.add_squares(
+                self._request.square_factors_of(norms), self._request.groups, self._square_sums
+            )
         return norms, found.aux
 
     def _apart(self, rows: tuple[Tensor, ...], usual: Tensor, aux: Aux) -> tuple[Tensor, Aux]:
         """NaN times zero is NaN: examples with odd gradients are not in the product with others."""
         n = len(usual)
-        norms = torch.zeros(self._n_groups, n, dtype=torch.float64, device=self._device)
+        norms = torch.zeros(
+            self._request.n_groups, n, dtype=torch.float64, device=self._request.device
+        )
         many = int(usual.sum()) > 1
         if many:
             norms[:, usual], _ = self._together(tuple(t[usual] for t in rows))
@@ -172,11 +139,8 @@ class _Microbatches:
 
     def _alone(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Aux]:
         """One example by the general engine."""
-        result = _vmap.clipped_sum(
-            self._loss_of, self._params, self._layout, self._examples.of(rows), self._factors_of,
-            groups=self._groups, has_aux=self._has_aux, microbatch_size=1,
-            square_factors_of=self._square_factors_of, one_by_one=True,
-        )  # fmt: skip
+        alone = replace(self._request, examples=self._request.examples.of(rows))
+        result = _vmap.clipped_sum(alone, microbatch_size=1, one_by_one=True)
         for total, flat in zip(self._flats, result.flats, strict=True):
             total.add_(flat)
         for total, flat in zip(self._squares or [], result.squares or [], strict=True):

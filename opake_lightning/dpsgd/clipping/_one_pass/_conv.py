@@ -156,6 +156,29 @@ def _tuple(value: Any, n: int) -> list[int]:
     return values * n if len(values) == 1 else values
 
 
+def _dimensions(recorder: Recorder, name: str, input: Tensor, weight: Tensor, bias: Any) -> int:
+    """How many dimensions it goes over, after a look at what it is called with."""
+    recorder.require_data(input, name)
+    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
+        raise recorder.refuse(f"{name} of a single image, or with a weight made of the batch")
+    return weight.dim() - 2
+
+
+def _recorded(
+    recorder: Recorder,
+    name: str,
+    output: Tensor,
+    weight: Tensor,
+    weights: Callable[[Tensor], Gradients],
+    bias: Any,
+    input: Tensor,
+) -> Tensor:
+    def biases(gradient: Tensor) -> Gradients:
+        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
+
+    return recorder.record(name, output, [(weight, weights), (bias, biases)], input)
+
+
 @rule_for(torch.conv1d, torch.conv2d, torch.conv3d)
 def _conv(
     recorder: Recorder,
@@ -168,10 +191,7 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    recorder.require_data(input, "convolution")
-    n = weight.dim() - 2
-    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
-        raise recorder.refuse("convolution of a single image, or with a weight made of the batch")
+    n = _dimensions(recorder, "convolution", input, weight, bias)
     stride, dilation = _tuple(stride, n), _tuple(dilation, n)
     output = func(
         input, recorder.value(weight), recorder.value(bias), stride, padding, dilation, groups
@@ -191,10 +211,7 @@ def _conv(
         how = (stride, padding, dilation, groups)
         return _Convolution(x, gradient, weight.shape, recorder.size, how)
 
-    def biases(gradient: Tensor) -> Gradients:
-        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
-
-    return recorder.record("convolution", output, [(weight, weights), (bias, biases)], input)
+    return _recorded(recorder, "convolution", output, weight, weights, bias, input)
 
 
 @rule_for(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -211,10 +228,7 @@ def _transposed(
     dilation: Any = 1,
 ) -> Tensor:
     """The adjoint of a convolution: input and gradient of the output change places."""
-    recorder.require_data(input, "transposed convolution")
-    n = weight.dim() - 2
-    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
-        raise recorder.refuse("convolution of a single image, or with a weight made of the batch")
+    n = _dimensions(recorder, "transposed convolution", input, weight, bias)
     output = func(
         input, recorder.value(weight), recorder.value(bias), stride, padding, output_padding,
         groups, dilation,
@@ -225,9 +239,4 @@ def _transposed(
         how = (_tuple(stride, n), _tuple(padding, n), _tuple(dilation, n), groups)
         return _Convolution(gradient, x, weight.shape, recorder.size, how)
 
-    def biases(gradient: Tensor) -> Gradients:
-        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
-
-    return recorder.record(
-        "transposed convolution", output, [(weight, weights), (bias, biases)], input
-    )
+    return _recorded(recorder, "transposed convolution", output, weight, weights, bias, input)

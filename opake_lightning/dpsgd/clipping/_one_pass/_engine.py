@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from opake_lightning.dpsgd.clipping._functions import unwatched
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Pulled, total
@@ -141,7 +140,7 @@ def _backward(
                 )
         except torch.OutOfMemoryError:
             raise
-        except (CheckpointError, RuntimeError) as error:
+        except RuntimeError as error:
             # If it is the loss that is wrong, another engine will say so.
             raise recorder.refuse(
                 f"its backward pass failed: {str(error).splitlines()[0]}"
