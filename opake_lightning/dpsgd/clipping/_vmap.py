@@ -113,7 +113,7 @@ class _PerExample:
                 f"return a tensor of shape (1,) or (), got {what}; reduce over everything but the "
                 'batch dimension (reduction="none", then .mean(1) over tokens or pixels)'
             )
-        aux_leaves, self._aux_spec = optree.tree_flatten(cast("Any", aux))
+        aux_leaves, self._aux_spec = optree.tree_flatten(aux)
         for leaf in aux_leaves:
             if not isinstance(leaf, Tensor):
                 raise TypeError(

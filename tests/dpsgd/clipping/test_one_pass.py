@@ -267,6 +267,14 @@ def test_a_tiny_bound_is_kept():
     assert 2e-26 < float(grads.pytree.double().norm()) <= 3e-26 * (1 + 1e-6)
 
 
+def test_a_tiny_bound_is_kept_for_sums_over_places():
+    grad_fn, state = clipped_grad(lambda w, x: plain(w, x).sum(1), clipping_norm=1e-26)
+    x = torch.ones(3, 4, 2)
+    _, state = grad_fn(W, x, state=state)  # so that the engine has been tried out
+    grads, _ = grad_fn(W, 1e-25 * x, state=state)
+    assert float(grads.pytree.double().norm()) == pytest.approx(3e-26, rel=1e-5, abs=0)
+
+
 # -- what a loss must not do -----------------------------------------------------------------------
 
 
@@ -381,6 +389,7 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector():
     def loss_fn(w: Tensor, x: Tensor) -> Tensor:
         hidden = F.linear(x, w)
         kept.append(weakref.ref(hidden))
+        F.linear(hidden, w)  # recorded, and never asked for
         return hidden.sin().sum((1, 2))
 
     grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0, engine="one_pass")
