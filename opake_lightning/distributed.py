@@ -22,7 +22,7 @@ from opake_lightning.types import (
     SecondMomentNoiseOutput,
 )
 
-__all__ = ["leave_group", "require_equal", "sum_gradients", "world_size"]
+__all__ = ["leave_group", "rank", "require_equal", "sum_gradients", "world_size"]
 
 _LEAVING = 0.1  # seconds
 
@@ -32,6 +32,11 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
     return 1
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """Number of this rank; 0 outside a process group."""
+    return dist.get_rank(group) if world_size(group) > 1 else 0
 
 
 def sum_gradients(

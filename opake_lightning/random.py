@@ -4,19 +4,19 @@ There is no global state and no default seed. A stream is derived from (key, pur
 cryptographic hash, so that two different derivations never give related streams, and the same
 derivation gives the same stream in any process, in any order, after any number of restarts.
 
-What the streams feed is not cryptographic: on the CPU the Mersenne Twister behind
-:meth:`torch.Tensor.normal_` (its whole state filled from the key; ``manual_seed`` would keep only
-32 bits of it), on CUDA Philox. An observer of released noise who could solve for the generator's
-state is outside what this module defends against.
+On the CPU noise comes from a cryptographic keystream (:mod:`opake_lightning._normal`), so nothing
+that is released tells what was, or will be, added elsewhere. On CUDA it comes from Philox, which is
+fast, passes statistical tests and is not cryptographic.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random as _python_random
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,23 +24,35 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from opake_lightning import _check
+from opake_lightning._normal import BLOCK, fill_normal
 
-__all__ = ["RngKey", "add_normal_", "fold_in", "fresh_key", "generator", "key", "seeded", "split"]
+__all__ = [
+    "RngKey",
+    "add_normal_",
+    "bernoulli_indices",
+    "fold_in",
+    "fresh_key",
+    "generator",
+    "key",
+    "seeded",
+    "split",
+    "visit_normals",
+    "words",
+]
 
 _BITS = 128
-# One generator fills one block, so the values do not depend on the number of threads, and a
-# block's scratch stays in cache. On CUDA a block is one kernel launch, so blocks are larger.
-_BLOCK = {"cpu": 1 << 17}
-# Elements that one thread works on at a time: of more, torch would share out the adding to further
+# Elements that one thread works on at a time: of more, torch would share out the work to further
 # threads.
-_PIECE = {"cpu": 1 << 14}
+_PIECE = 1 << 14
+# On CUDA a block is one generator and one kernel.
+_BLOCK_ELSEWHERE = 1 << 22
 # Blocks for each thread that make it worth its while: for some milliseconds after an operation,
 # torch's own threads wait for the next one, and take the processor that it would run on.
-_WORTH_A_THREAD = 12
-_BLOCK_ELSEWHERE = 1 << 22
+_WORTH_A_THREAD = 6
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,7 +144,9 @@ def generator(rng: RngKey, device: torch.device | str = "cpu") -> torch.Generato
     return out
 
 
-def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
+def add_normal_(
+    rng: RngKey, out: Tensor, stddev: float, *, share: tuple[int, int] = (0, 1)
+) -> Tensor:
     """Add independent N(0, stddev²) to every element of the flat tensor ``out``, in place.
 
     The values depend on ``rng``, the size, the dtype and the device type; not on the number of
@@ -142,6 +156,8 @@ def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
         rng: Key of this one draw; never use a key for two draws.
         out: One-dimensional float32 or float64 tensor.
         stddev: Standard deviation, in the units of ``out``; 0 leaves ``out`` as it is.
+        share: (r, W): only what the r-th of W processes has to add, so that all of them together
+            add to each element once. The same values whatever W is.
 
     Returns:
         ``out``.
@@ -151,25 +167,117 @@ def add_normal_(rng: RngKey, out: Tensor, stddev: float) -> Tensor:
         raise TypeError(
             f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}"
         )
-    if stddev == 0:
-        return out
-    blocks = out.split(_BLOCK.get(out.device.type, _BLOCK_ELSEWHERE))
 
+    def add(drawn: list[Tensor], begin: int, size: int) -> None:
+        out.narrow(0, begin, size).add_(drawn[0], alpha=stddev)
+
+    if stddev > 0:
+        visit_normals([rng], out, add, share=share)
+    return out
+
+
+def visit_normals(
+    keys: Sequence[RngKey],
+    like: Tensor,
+    visit: Callable[[list[Tensor], int, int], None],
+    *,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Draw one vector of independent N(0, 1) for each key, and show them a piece at a time.
+
+    What is made of several vectors as large as a model is best made while a piece of each is in
+    the cache: each then travels through memory once, and not once for every operation.
+
+    Args:
+        keys: One for each vector; never use a key for two vectors.
+        like: Flat float32 or float64 tensor whose size, type and device the vectors have.
+        visit: Called for every piece, once, in any order and from several threads: with one tensor
+            for each key, which it may write to and must not keep; where the piece begins; and its
+            length.
+        share: (r, W): only the pieces of the r-th of W processes.
+    """
+    total, on_cpu = like.numel(), like.device.type == "cpu"
+    size = min(BLOCK if on_cpu else _BLOCK_ELSEWHERE, total)
+    piece = _PIECE if on_cpu else size
+    blocks = _stretch(range(-(-total // size) if total else 0), *share)
     threads = min(torch.get_num_threads(), max(1, len(blocks) // _WORTH_A_THREAD))
-    threads = threads if out.device.type == "cpu" else 1
+    threads = threads if on_cpu else 1
+    sources = [_source(key, like.device) for key in keys]
 
-    def fill(worker: int) -> None:
-        draw = torch.empty_like(blocks[0][: _PIECE.get(out.device.type, len(blocks[0]))])
-        for index in range(worker, len(blocks), threads):
-            source = generator(fold_in(rng, index), out.device)
-            for piece in blocks[index].split(max(1, len(draw))):
-                piece.add_(draw[: len(piece)].normal_(generator=source), alpha=stddev)
+    def work(part: range) -> None:
+        scratch = [like.new_empty(size) for _ in keys]
+        for block in part:
+            begin, end = block * size, min(block * size + size, total)
+            for fill, whole in zip(sources, scratch, strict=True):
+                fill(block, whole[: end - begin])
+            for at in range(begin, end, piece):
+                length = min(piece, end - at)
+                visit([whole.narrow(0, at - begin, length) for whole in scratch], at, length)
 
-    others = [_workers(os.getpid(), threads - 1).submit(fill, n) for n in range(1, threads)]
-    fill(0)
+    # Each thread has a stretch of its own, and so pages of memory of its own.
+    parts = [_stretch(blocks, n, threads) for n in range(threads)]
+    others = [_workers(os.getpid(), threads - 1).submit(work, part) for part in parts[1:]]
+    work(parts[0])
     for other in others:
         other.result()
-    return out
+
+
+def _source(rng: RngKey, device: torch.device) -> Callable[[int, Tensor], None]:
+    """A function that fills a tensor with the numbers of one block."""
+    if device.type == "cpu":
+        _require_key(rng)
+        secret = rng.bits.to_bytes(_BITS // 8, "big")
+        aes = hashlib.blake2b(b"normal", key=secret, digest_size=32).digest()
+        return lambda block, out: fill_normal(aes, block, out.numpy())
+    return lambda block, out: _fill_elsewhere(fold_in(rng, block), out)
+
+
+def _fill_elsewhere(rng: RngKey, out: Tensor) -> None:
+    out.normal_(generator=generator(rng, out.device))
+
+
+def _stretch(whole: range, part: int, parts: int) -> range:
+    """The ``part``-th of ``parts`` stretches of ``whole``, as equal in length as can be."""
+    return whole[len(whole) * part // parts : len(whole) * (part + 1) // parts]
+
+
+def words(rng: RngKey) -> np.random.Philox:
+    """A source of 64-bit words, ``words(rng).random_raw(n)``; as secret as ``rng``."""
+    _require_key(rng)
+    return np.random.Philox(key=np.frombuffer(rng.bits.to_bytes(16, "little"), np.uint64))
+
+
+def bernoulli_indices(rng: RngKey, n: int, rate: float) -> NDArray[np.int64]:
+    r"""Which of ``n`` independent trials succeed, ascending; possibly none.
+
+    The gaps between successes are geometric, so the cost is proportional to the number of them:
+
+    .. math:: \text{gap} = 1 + \lfloor \ln U / \ln(1-q) \rfloor, \quad U \sim (0, 1]
+
+    Args:
+        rng: Key of this one draw.
+        n: Number of trials, > 0.
+        rate: Chance q of success, in (0, 1].
+
+    Source: Devroye 1986, Non-Uniform Random Variate Generation, X.2 (geometric waiting times).
+
+    >>> bernoulli_indices(key(7), 3, 1.0)
+    array([0, 1, 2])
+    """
+    if rate == 1:
+        return np.arange(n, dtype=np.int64)
+    source = words(rng)
+    scale = math.log1p(-rate)
+    chunk = int(n * rate + 6 * math.sqrt(n * rate)) + 8
+    found: list[NDArray[np.int64]] = []
+    last = -1
+    while last < n:
+        uniform = ((source.random_raw(chunk) >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+        gaps = np.minimum(np.log(uniform) / scale, float(n)).astype(np.int64) + 1
+        positions = last + np.cumsum(gaps)
+        found.append(positions[positions < n])
+        last = int(positions[-1])
+    return np.concatenate(found)
 
 
 @contextmanager

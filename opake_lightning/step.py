@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from opake_lightning.distributed import sum_gradients, world_size
+from opake_lightning.distributed import rank, sum_gradients, world_size
+from opake_lightning.dpftrl.noise._mechanism import MFNoiseState
 from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import PrivacyError
@@ -52,7 +52,7 @@ class StepState:
     """
 
     clip: Any
-    noise: NoiseState
+    noise: NoiseState | MFNoiseState
     optimizer: Any
 
     @property
@@ -68,7 +68,8 @@ class Step:
     Attributes:
         grad_fn: ``(grads, aux), state = grad_fn(params, batch, state=state)``, as
             :func:`opake_lightning.dpsgd.clipping.clipped_grad` makes it with ``has_aux=True``.
-        noise_fn: ``noised, state = noise_fn(grads, state)``.
+        noise_fn: ``noised, state = noise_fn(grads, state)``. If it has a method ``across_ranks``,
+            that gets this rank's part of the gradient, and returns the noised sum over ranks.
         optimizer: Any functional optimizer, ours or TorchOpt's.
         clip_state: Initial state of ``grad_fn``.
         noise_state: Initial state of ``noise_fn``.
@@ -80,7 +81,7 @@ class Step:
     noise_fn: Callable[..., Any]
     optimizer: GradientTransformation
     clip_state: Any
-    noise_state: NoiseState
+    noise_state: NoiseState | MFNoiseState
     seed_forward: bool = True
 
     def init(self, params: Any) -> StepState:
@@ -117,14 +118,17 @@ class Step:
             clip = clip.on_stream(state.noise.key, state.step)
         if self.seed_forward:
             stream = fold_in(fold_in(state.noise.key, "forward"), state.step)
-            with seeded(fold_in(stream, _rank()), _device_of(params)):
+            with seeded(fold_in(stream, rank()), _device_of(params)):
                 (grads, aux), clip = self.grad_fn(params, batch, state=clip)
         else:
             (grads, aux), clip = self.grad_fn(params, batch, state=clip)
-        grads = sum_gradients(grads, inplace=inplace)
         if watch is not None:
-            watch(grads)
-        released, noise = self.noise_fn(grads, state.noise, inplace=inplace)
+            watch(sum_gradients(grads))
+        # Noise is best made in shares, before the sum, by a mechanism that can.
+        across_ranks = getattr(self.noise_fn, "across_ranks", None)
+        if across_ranks is None:
+            grads, across_ranks = sum_gradients(grads, inplace=inplace), self.noise_fn
+        released, noise = across_ranks(grads, state.noise, inplace=inplace)
         return released, aux, replace(state, clip=clip, noise=noise)
 
     def update(
@@ -204,7 +208,3 @@ def _detached(leaf: Tensor) -> Tensor:
 def _device_of(params: Any) -> torch.device:
     leaves = optree.tree_leaves(params)
     return cast("Tensor", leaves[0]).device if leaves else torch.device("cpu")
-
-
-def _rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0

@@ -121,6 +121,17 @@ def test_normal_numbers_are_added_to_what_is_there():
     assert add_normal_(key(7), torch.zeros(0), 1.0).shape == (0,)
 
 
+@pytest.mark.parametrize("n", [1, 1000, 300_000])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shares_of_the_noise_are_the_whole_once(n, ranks):
+    whole = add_normal_(key(7), torch.zeros(n), 2.0)
+    shares = [
+        add_normal_(key(7), torch.zeros(n), 2.0, share=(rank, ranks)) for rank in range(ranks)
+    ]
+    assert torch.equal(torch.stack(shares).sum(0), whole)
+    assert ((torch.stack(shares) != 0).sum(0) == 1).all()
+
+
 # -- seeded -------------------------------------------------------------------------------------
 
 

@@ -13,12 +13,15 @@ Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, overload
+from functools import partial
+from typing import Any, ClassVar, Protocol, final, overload
 
 from opake_lightning import _check
+from opake_lightning._pairs import noise_stddevs, projected_square
 from opake_lightning._tree import layout_of, pack, unpack
-from opake_lightning.dpsgd._second_moment import noise_stddevs, projected_square
+from opake_lightning.distributed import rank, sum_gradients, world_size
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, add_normal_, fold_in
 from opake_lightning.types import (
@@ -108,44 +111,85 @@ def gaussian_noise(
     if square_share is not None:
         square_share = _check.fraction("square_share", square_share, zero=False, one=False)
 
+    return _GaussianNoise(sigma, square_share), NoiseState(key)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _GaussianNoise:
+    """What :func:`gaussian_noise` returns first."""
+
+    sigma: float
+    square_share: float | None
+
     @overload
-    def noise_fn(
-        grads: ClippedPytree, state: NoiseState, *, inplace: bool = False
+    def __call__(
+        self, grads: ClippedPytree, state: NoiseState, *, inplace: bool = False
     ) -> tuple[NoisedPytree, NoiseState]: ...
 
     @overload
-    def noise_fn(
-        grads: SecondMomentClippedPytree, state: NoiseState, *, inplace: bool = False
+    def __call__(
+        self, grads: SecondMomentClippedPytree, state: NoiseState, *, inplace: bool = False
     ) -> tuple[SecondMomentNoiseOutput, NoiseState]: ...
 
-    def noise_fn(grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
+    def __call__(self, grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
         _require_clipped(grads)
-        after = NoiseState(state.key, state.step + 1)
+        noised = partial(_noised, inplace=inplace)
+        return self._release(grads, state, noised), NoiseState(state.key, state.step + 1)
+
+    def across_ranks(self, grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
+        """As to call it with the sum over ranks of ``grads``, but with the noise made in shares.
+
+        Every rank adds its part of the coordinates' noise to its part of the gradient, and then
+        comes the sum. So all noise is drawn once, and takes each of W ranks 1/W of the time.
+        Guarantee: the result is that of one process but for rounding, and equal on all ranks.
+        """
+        _require_clipped(grads)
+        if isinstance(grads, SecondMomentClippedPytree) and grads.square is None:
+            # What is squared is the sum without noise, so that has to come first.
+            return self(sum_gradients(grads, inplace=inplace), state, inplace=True)
+        noised = partial(_noised_in_shares, inplace=inplace)
+        return self._release(grads, state, noised), NoiseState(state.key, state.step + 1)
+
+    def _release(
+        self,
+        grads: ClippedPytree | SecondMomentClippedPytree,
+        state: NoiseState,
+        noised: Callable[[Any, float, RngKey], NoisedPytree],
+    ) -> NoisedPytree | SecondMomentNoiseOutput:
         stream = fold_in(fold_in(state.key, "gaussian_noise"), state.step)
         if isinstance(grads, ClippedPytree):
-            return _noised(grads.pytree, sigma * grads.sensitivity, stream, inplace=inplace), after
-        first, second = noise_stddevs(grads, sigma, square_share)
+            return noised(grads.pytree, self.sigma * grads.sensitivity, stream)
+        first, second = noise_stddevs(grads, self.sigma, self.square_share)
+        stream_of_squares = fold_in(stream, "square")
         if grads.square is not None:
-            square, reuse = grads.square.pytree, inplace
+            square = noised(grads.square.pytree, second, stream_of_squares)
         else:
             assert grads.projection_radius is not None  # the pair has checked it
-            square, reuse = projected_square(grads.gradient.pytree, grads.projection_radius), True
-        return SecondMomentNoiseOutput(
-            gradient=_noised(grads.gradient.pytree, first, stream, inplace=inplace),
-            square=_noised(square, second, fold_in(stream, "square"), inplace=reuse),
-        ), after
-
-    return noise_fn, NoiseState(key)
+            squared = projected_square(grads.gradient.pytree, grads.projection_radius)
+            square = _noised(squared, second, stream_of_squares, inplace=True)
+        return SecondMomentNoiseOutput(noised(grads.gradient.pytree, first, stream), square)
 
 
 def _noised(tree: Any, stddev: float, stream: RngKey, *, inplace: bool) -> NoisedPytree:
+    return NoisedPytree(_with_noise(tree, stddev, stream, inplace=inplace), stddev)
+
+
+def _noised_in_shares(tree: Any, stddev: float, stream: RngKey, *, inplace: bool) -> NoisedPytree:
+    part = _with_noise(tree, stddev, stream, inplace=inplace, share=(rank(), world_size()))
+    return NoisedPytree(sum_gradients(part, inplace=True), stddev)
+
+
+def _with_noise(
+    tree: Any, stddev: float, stream: RngKey, *, inplace: bool, share: tuple[int, int] = (0, 1)
+) -> Any:
     layout = layout_of(tree)
     flats = pack(tree, layout)
     if not inplace:
         flats = [flat.clone() for flat in flats]
     for index, flat in enumerate(flats):
-        add_normal_(fold_in(stream, index), flat, stddev)
-    return NoisedPytree(unpack(flats, layout), stddev)
+        add_normal_(fold_in(stream, index), flat, stddev, share=share)
+    return unpack(flats, layout)
 
 
 def _require_clipped(grads: Any) -> None:

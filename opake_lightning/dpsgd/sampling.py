@@ -7,14 +7,12 @@ drawn several times in an expected pass and some not at all, and a draw may be e
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
 from opake_lightning import _check
 from opake_lightning.errors import PrivacyError
-from opake_lightning.random import RngKey, fold_in
+from opake_lightning.random import RngKey, bernoulli_indices, fold_in
 
 __all__ = ["expected_rate", "poisson_indices", "rank_share"]
 
@@ -42,11 +40,9 @@ def expected_rate(batch_size: int, n_examples: int) -> float:
 def poisson_indices(
     key: RngKey, step: int, *, n_examples: int, sample_rate: float
 ) -> NDArray[np.int64]:
-    r"""Indices drawn at ``step``, ascending; possibly none.
+    """Indices drawn at ``step``, ascending; possibly none.
 
-    The gaps between drawn indices are geometric, so the cost is proportional to the number drawn:
-
-    .. math:: \text{gap} = 1 + \lfloor \ln U / \ln(1-q) \rfloor, \quad U \sim (0, 1]
+    The cost is proportional to the number drawn.
 
     Guarantee: the draw depends on the arguments alone, and includes each index with probability
     ``sample_rate`` independently of all others and of all other steps.
@@ -63,8 +59,6 @@ def poisson_indices(
     Raises:
         ValueError: If an argument is out of range.
 
-    Source: Devroye 1986, Non-Uniform Random Variate Generation, X.2 (geometric waiting times).
-
     >>> from opake_lightning.random import key
     >>> poisson_indices(key(7), 0, n_examples=3, sample_rate=1.0)
     array([0, 1, 2])
@@ -72,20 +66,7 @@ def poisson_indices(
     n = _check.positive_int("n_examples", n_examples)
     q = _check.fraction("sample_rate", sample_rate, zero=False, one=True)
     _check.at_least("step", step, 0)
-    if q == 1:
-        return np.arange(n, dtype=np.int64)
-    words = _word_source(fold_in(fold_in(key, "poisson_sampling"), step))
-    scale = math.log1p(-q)
-    chunk = int(n * q + 6 * math.sqrt(n * q)) + 8
-    found: list[NDArray[np.int64]] = []
-    last = -1
-    while last < n:
-        uniform = ((words.random_raw(chunk) >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-        gaps = np.minimum(np.log(uniform) / scale, float(n)).astype(np.int64) + 1
-        positions = last + np.cumsum(gaps)
-        found.append(positions[positions < n])
-        last = int(positions[-1])
-    return np.concatenate(found)
+    return bernoulli_indices(fold_in(fold_in(key, "poisson_sampling"), step), n, q)
 
 
 def rank_share(indices: NDArray[np.int64], *, rank: int, world_size: int) -> NDArray[np.int64]:
@@ -102,7 +83,3 @@ def rank_share(indices: NDArray[np.int64], *, rank: int, world_size: int) -> NDA
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
     return indices[rank::world_size]
-
-
-def _word_source(key: RngKey) -> np.random.Philox:
-    return np.random.Philox(key=np.frombuffer(key.bits.to_bytes(16, "little"), np.uint64))

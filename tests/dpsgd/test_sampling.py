@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opake_lightning.dpsgd import sampling
+from opake_lightning import random as rng
 from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
 from opake_lightning.random import key
 
@@ -81,9 +81,7 @@ class Words:
 def test_gaps_follow_the_geometric_law_exactly(q, monkeypatch):
     # Fed all multiples of 2⁻¹⁶, gap k must come out q (1-q)^(k-1) of the times, give or take one.
     size = 1 << 16
-    monkeypatch.setattr(
-        sampling, "_word_source", lambda _: Words(np.arange(size, dtype="u8") << 48)
-    )
+    monkeypatch.setattr(rng, "words", lambda _: Words(np.arange(size, dtype="u8") << 48))
     n = int(20 * size / q)
     found = poisson_indices(key(7), 0, n_examples=n, sample_rate=q)[:size]
     gaps = np.diff(found, prepend=-1)
@@ -96,7 +94,7 @@ def test_gaps_follow_the_geometric_law_exactly(q, monkeypatch):
 def test_the_cost_is_that_of_what_is_drawn(monkeypatch):
     n, q = 10**7, 1e-4
     words = Words()
-    monkeypatch.setattr(sampling, "_word_source", lambda _: words)
+    monkeypatch.setattr(rng, "words", lambda _: words)
     for step in range(20):
         found = poisson_indices(key(7), step, n_examples=n, sample_rate=q)
         assert abs(len(found) - n * q) < 6 * math.sqrt(n * q)
@@ -106,7 +104,7 @@ def test_the_cost_is_that_of_what_is_drawn(monkeypatch):
 def test_a_second_helping_of_words_goes_on_where_the_first_ended(monkeypatch):
     # Rarely the first guess at how many gaps there are is too small; here always.
     short = Words(np.full(3, 1 << 63, dtype="u8"))  # three gaps of 1 at q = 0.6
-    monkeypatch.setattr(sampling, "_word_source", lambda _: short)
+    monkeypatch.setattr(rng, "words", lambda _: short)
     found = poisson_indices(key(7), 0, n_examples=1000, sample_rate=0.6)
     assert found[:3].tolist() == [0, 1, 2]
     assert short.calls == 2

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opake_lightning._pairs import projected_square, square_sensitivity
 from opake_lightning.distributed import sum_gradients
-from opake_lightning.dpsgd._second_moment import projected_square, square_sensitivity
 from opake_lightning.dpsgd.clipping import auto_clipped_grad, clipped_grad
 from opake_lightning.dpsgd.noise import gaussian_noise
 from opake_lightning.errors import PrivacyError
