@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from opake_lightning import _check
-from opake_lightning.accounting.process import Process, coarse_epsilon
+from opake_lightning.accounting.horizon import WholeRun
+from opake_lightning.accounting.ledger import Ledger, rough_epsilon
+from opake_lightning.accounting.process import Process
 from opake_lightning.errors import PrivacyError
 
 __all__ = ["calibrate"]
@@ -18,7 +20,7 @@ _MAX_EVALUATIONS = 100
 
 
 def calibrate(
-    make_process: Callable[[float], Process],
+    make_process: Callable[[float], Process | WholeRun | Ledger],
     *,
     target_epsilon: float,
     target_delta: float,
@@ -27,12 +29,13 @@ def calibrate(
     """Find the noise multiplier at which a run spends just under its target.
 
     Guarantees:
-        ``make_process(result).epsilon_at(target_delta)`` is never above ``target_epsilon``, and
-        above ``(1 - tolerance) * target_epsilon``.
+        ``make_process(result).epsilon_at(target_delta)`` (of a ledger, ``epsilon``) is never above
+        ``target_epsilon``, and above ``(1 - tolerance) * target_epsilon``.
 
     Args:
         make_process: From a noise multiplier to everything the run will do with it. Steps already
-            taken may be part of it, at the noise they had.
+            taken may be part of it, at the noise they had. A whole run of correlated noise is one
+            such thing, and ``ledger.spend(run)`` if something went before it.
         target_epsilon: Largest acceptable ε, > 0.
         target_delta: δ in (0, 1).
         tolerance: What part of the target may be left unused, in [1e-4, 0.01].
@@ -57,10 +60,14 @@ def calibrate(
         raise ValueError(f"tolerance must be in [1e-4, 0.01], got {tolerance!r}")
 
     def coarse(sigma: float) -> float:
-        return coarse_epsilon(make_process(sigma), delta)
+        made = make_process(sigma)
+        if isinstance(made, Ledger):
+            return made.rough_epsilon(delta)
+        return rough_epsilon(made.cost if isinstance(made, WholeRun) else made, delta)
 
     def fine(sigma: float) -> float:
-        return make_process(sigma).epsilon_at(delta)
+        made = make_process(sigma)
+        return made.epsilon(delta) if isinstance(made, Ledger) else made.epsilon_at(delta)
 
     start, slope = 1.0, -1.0
     # A cheap search first leaves two or three exact evaluations. Where it fails, so will the

@@ -166,6 +166,8 @@ def coarse_epsilon(process: Process, delta: float) -> float:
 
 _Totals = tuple[tuple[GaussianEvent, int], ...]
 
+# Noise whose square floating point could not hold; it hides nothing at any ε there is.
+NO_NOISE = 1e-100
 # Grid width over mu per step: an error of 0.08 * 0.02**2 = 3e-5.
 _FINENESS = 0.02
 # Must be 2 or more: counts that differ by a few per cent may move the width by one power of two.
@@ -189,9 +191,11 @@ def _totals(process: Process) -> _Totals:
 
 def _unsampled_sigma(totals: _Totals) -> float:
     """Return the multiplier of the one Gaussian that all steps without sampling amount to."""
-    if any(event.noise_multiplier == 0 for event, _ in totals):
+    if any(event.noise_multiplier < NO_NOISE for event, _ in totals):
         return 0.0
-    precision = math.fsum(count / event.noise_multiplier**2 for event, count in totals)
+    precision = math.fsum(
+        count / event.noise_multiplier / event.noise_multiplier for event, count in totals
+    )
     return precision**-0.5 if precision else math.inf
 
 

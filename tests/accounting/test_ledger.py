@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opake_lightning.accounting import GaussianEvent, Ledger, process
-from opake_lightning.errors import CheckpointError
+from opake_lightning.accounting import (
+    BallsInBins,
+    GaussianEvent,
+    Ledger,
+    Process,
+    WholeRun,
+    calibrate,
+    process,
+)
+from opake_lightning.errors import CheckpointError, PrivacyError
 
 STEP = GaussianEvent(1.1, 0.01)
+# Noise at 2 and no sampling, for ten steps as one; and a run that only samples can price.
+RUN = WholeRun(Process(((GaussianEvent(2.0), 1),)), n_steps=10)
+SAMPLED = WholeRun(
+    BallsInBins(noise_multiplier=2.0, coefficients=(1, 0.5), n_steps=20, n_bins=5), n_steps=20
+)
+both_kinds = pytest.mark.parametrize("run", [RUN, SAMPLED], ids=["process", "sampled"])
 
 
 @pytest.fixture
@@ -132,9 +147,146 @@ def test_a_ledger_survives_json():
         {"segments": [[math.nan, 0.5, 2]]},
         {"segments": [["1.0", 0.5, 2]]},
         {"segments": [7]},
+        {"segments": [], "horizons": None},
+        {"segments": [], "horizons": [7]},
+        {"segments": [], "horizons": [RUN.to_dict()]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 0}]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 11}]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 1.0}]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 1, "extra": 1}]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 1}] * 2},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 1, "cost": None}]},
+        {"segments": [], "horizons": [RUN.to_dict() | {"done": 1, "cost": {"kind": "free"}}]},
+        {
+            "segments": [],
+            "horizons": [
+                RUN.to_dict() | {"done": 1, "cost": {"kind": "process", "segments": [[-1.0, 1, 1]]}}
+            ],
+        },
+        {
+            "segments": [],
+            "horizons": [
+                {
+                    **SAMPLED.to_dict(),
+                    "done": 1,
+                    "cost": SAMPLED.to_dict()["cost"] | {"noise_multiplier": "2"},
+                }
+            ],
+        },
+        {
+            "segments": [],
+            "horizons": [
+                {
+                    **SAMPLED.to_dict(),
+                    "done": 1,
+                    "cost": SAMPLED.to_dict()["cost"] | {"coefficients": [1, -1]},
+                }
+            ],
+        },
     ],
     ids=str,
 )
 def test_a_damaged_ledger_is_refused(saved):
     with pytest.raises(CheckpointError, match="ledger"):
         Ledger.from_dict(saved)
+
+
+# ------------------------------------------------------------------------------------------
+# Whole runs.
+
+
+@both_kinds
+def test_a_run_half_done_costs_the_whole(run):
+    begun = Ledger().spend(run)
+    assert begun.n_steps == 1
+    assert begun.spend(run, 4).n_steps == 5
+    assert begun.spend(run, 4) == Ledger().spend(run, 5)
+    for ledger in (begun, begun.spend(run, 4), Ledger().spend(run, run.n_steps)):
+        assert ledger.epsilon(1e-3) == ledger.epsilon_bound(1e-3) == run.epsilon_at(1e-3)
+    assert Ledger().spend(run, 0) == Ledger()
+
+
+@both_kinds
+def test_more_steps_than_declared_are_refused_before_anything_changes(run):
+    ledger = Ledger().spend(STEP).spend(run, run.n_steps - 1)
+    before = ledger.to_dict()
+    with pytest.raises(PrivacyError, match=rf"declared {run.n_steps} steps.*{run.n_steps + 1}"):
+        ledger.spend(run, 2)
+    assert ledger.to_dict() == before
+    full = ledger.spend(run)
+    with pytest.raises(PrivacyError, match="declared"):
+        full.spend(run)
+
+
+@both_kinds
+def test_a_second_run_with_the_same_numbers_is_paid_again(run):
+    first = Ledger().spend(run, run.n_steps)
+    second = first.spend(replace(run, start=first.n_steps))
+    assert second.n_steps == run.n_steps + 1
+    assert second.epsilon(1e-3) > 1.2 * first.epsilon(1e-3)
+
+
+# Two Gaussians at 2, and two steps at 2: four in all, which are one at 1.
+def test_runs_compose_with_steps_as_gaussians_do():
+    again = replace(RUN, start=10)
+    ledger = Ledger().spend(RUN, 10).spend(again, 3).spend(GaussianEvent(2.0), 2)
+    assert ledger.n_steps == 15
+    assert ledger.epsilon(1e-5) == pytest.approx(4.3771780957, rel=1e-8)
+    assert ledger.epsilon(1e-5) <= ledger.epsilon_bound(1e-5) <= 1.06 * ledger.epsilon(1e-5)
+
+
+def test_sampled_costs_share_delta_and_add_up():
+    ledger = Ledger().spend(SAMPLED).spend(RUN).spend(GaussianEvent(2.0), 3)
+    known = SAMPLED.epsilon_at(5e-4) + (Process(((GaussianEvent(2.0), 4),))).epsilon_at(5e-4)
+    assert ledger.epsilon(1e-3) == pytest.approx(known, rel=1e-12)
+    assert ledger.epsilon_bound(1e-3) >= ledger.epsilon(1e-3)
+    twice = Ledger().spend(SAMPLED).spend(replace(SAMPLED, start=20))
+    assert twice.epsilon(1e-3) == pytest.approx(2 * SAMPLED.epsilon_at(5e-4), rel=1e-12)
+
+
+@both_kinds
+def test_a_ledger_with_runs_survives_json(run):
+    ledger = Ledger().spend(STEP, 3).spend(run, 4).spend(replace(run, start=7), 2)
+    again = Ledger.from_dict(json.loads(json.dumps(ledger.to_dict())))
+    assert again == ledger
+    assert again.n_steps == 9
+    assert again.epsilon(1e-3) == ledger.epsilon(1e-3)
+    # What was begun goes on, and ends where it was declared to end.
+    assert again.spend(run, run.n_steps - 4).n_steps == 5 + run.n_steps
+    with pytest.raises(PrivacyError, match="declared"):
+        again.spend(run, run.n_steps - 3)
+
+
+@both_kinds
+def test_a_budget_allows_all_of_a_run_or_nothing(run):
+    enough = run.epsilon_at(1e-3)
+    assert Ledger().steps_within(run, enough, 1e-3) == run.n_steps
+    assert Ledger().steps_within(run, enough * 0.999, 1e-3) == 0
+    begun = Ledger().spend(run, 3)
+    assert begun.steps_within(run, enough, 1e-3) == run.n_steps - 3
+    assert begun.steps_within(run, enough, 1e-3, max_steps=2) == 2
+    assert begun.steps_within(run, enough * 0.999, 1e-3) == 0
+    assert begun.steps_within(replace(run, start=3), enough, 1e-3) == 0
+    assert Ledger().spend(run, run.n_steps).steps_within(run, enough, 1e-3) == 0
+
+
+# After a Gaussian run at 2, steps at 2: four releases cost 4.3772.
+def test_steps_after_a_run_come_on_top():
+    assert Ledger().spend(RUN, 2).steps_within(GaussianEvent(2.0), 4.38, 1e-5) == 3
+    after = Ledger().spend(SAMPLED)
+    budget = after.spend(GaussianEvent(9.0), 4).epsilon(1e-3)
+    assert after.steps_within(GaussianEvent(9.0), budget, 1e-3) == 4
+
+
+@both_kinds
+def test_noise_is_calibrated_on_top_of_a_run(run):
+    past = Ledger().spend(run, 3)
+
+    def planned(sigma):
+        more = WholeRun(Process(((GaussianEvent(sigma), 1),)), n_steps=5, start=3)
+        return past.spend(more, 5)
+
+    sigma = calibrate(planned, target_epsilon=8.0, target_delta=1e-3)
+    assert 0.999 * 8.0 < planned(sigma).epsilon(1e-3) <= 8.0
+    with pytest.raises(PrivacyError, match="out of reach"):
+        calibrate(planned, target_epsilon=0.5, target_delta=1e-3)

@@ -201,3 +201,13 @@ def test_events_are_checked():
         with pytest.raises(ValueError, match="epsilon"):
             steps(1.0).delta_at(epsilon)
     assert GaussianEvent(1, 1) == GaussianEvent(1.0)
+
+
+@pytest.mark.parametrize("sigma", [1e-300, 1e-200, 1e-120])
+def test_noise_too_small_for_floating_point_is_none(sigma):
+    one = Process(((GaussianEvent(sigma), 1),))
+    assert (one.epsilon_at(1e-5), one.delta_at(3.0)) == (math.inf, 1.0)
+
+
+def test_noise_too_large_for_floating_point_costs_nothing_more():
+    assert Process(((GaussianEvent(1e200), 10),)).epsilon_at(1e-5) <= 1e-9
