@@ -1,0 +1,1 @@
+"""DP-FTRL: noise that is correlated over the steps of a run."""
