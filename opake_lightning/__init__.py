@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.plan import DPSGD, NonPrivate
+from opake_lightning.plan import DPFTRL, DPSGD, NonPrivate
 
 if TYPE_CHECKING:
     from opake_lightning.trainer import DPMixin, DPModule, OpakeDDP, PoissonLoader, PrivacyBudget
 
 __all__ = [
+    "DPFTRL",
     "DPSGD",
     "CheckpointError",
     "DPMixin",

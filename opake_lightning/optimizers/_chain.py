@@ -184,8 +184,9 @@ def _why_no_square(name: str, stages: Mapping[str, Stage]) -> str:
     if "uses" not in uses:
         return (
             f"{name} got a SecondMomentNoiseOutput, but makes no use of squares that are released "
-            "on their own; leave second_moment out of the clipping function, which lowers the "
-            "noise on the gradient, or take adam, adamw, radam, ademamix, rmsprop or adadelta"
+            "on their own; release none (no second_moment when clipping, no second_moment_strategy "
+            "in DPFTRL), which lowers the noise on the gradient, or take adam, adamw, radam, "
+            "ademamix, rmsprop or adadelta"
         )
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import require_equal
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
-from opake_lightning.plan import DPSGD, Mechanism, NonPrivate, Plan
+from opake_lightning.plan import NonPrivate, Plan, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer
 from opake_lightning.trainer._run import Run
@@ -33,42 +34,48 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     refuse_replaced(module)
     transformation = _functional(returned)
     plan = module.configure_privacy()
-    if not isinstance(plan, (DPSGD, NonPrivate)):
-        raise TypeError(f"configure_privacy must return DPSGD(...) or NonPrivate(), got {plan!r}")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"configure_privacy must return DPSGD(...), DPFTRL(...) or NonPrivate(), got {plan!r}"
+        )
     trainer = module.trainer
     run = module._dp or Run()
     loader: PoissonLoader | None = None
     steps: int | None = None
-    if isinstance(plan, DPSGD):
+    mechanism: PrivateMechanism | NonPrivate
+    if isinstance(plan, NonPrivate):
+        mechanism = plan
+    else:
         check_trainer(trainer)
         check_module(module)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
         loader = check_loader(trainer.train_dataloader)
         steps = _planned_steps(trainer)
-        if steps == 0 and plan.target_epsilon is not None:
+        if steps == 0 and (plan.needs_horizon or plan.target_epsilon is not None):
             raise PrivacyError(
                 f"the trainer has no step left to make (max_epochs={trainer.max_epochs}, "
                 f"max_steps={trainer.max_steps}), so there is nothing to calibrate noise for; make "
                 "a new Trainer, or raise trainer.fit_loop.max_epochs"
             )
-        mechanism: Mechanism | NonPrivate = plan.resolve(
+        mechanism = plan.resolve(
             n_examples=loader.n_examples,
             batch_size=loader.batch_size,
             planned_steps=steps,
             # A checkpoint brings its own ledger, and the σ that was calibrated with it.
             spent=Ledger() if trainer.ckpt_path else run.ledger,
         )
-    else:
-        mechanism = plan
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if isinstance(mechanism, Mechanism):
+    if isinstance(mechanism, PrivateMechanism):
         mechanism.check(params, steps)
+        mechanism.check_optimizer(transformation, params)
     key = _common_key(trainer, plan)
     spent_steps = run.ledger.n_steps
-    run.prepare(mechanism, transformation, params, _loss_of(module), key)
+    run.prepare(
+        mechanism, transformation, params, _loss_of(module), key, partial(_steps_left, trainer)
+    )
     if loader is not None:
-        loader.follow(run.position)
+        loader.follow(run.position, run.draw)
     require_equal(_common(run, mechanism, params))
     module._dp = run
     make_delta_legible(trainer)
@@ -89,6 +96,23 @@ def _planned_steps(trainer: pl.Trainer) -> int | None:
         return by_steps if by_steps is None else max(by_steps, 0)
     by_epochs = (trainer.max_epochs - epochs) * int(trainer.num_training_batches)
     return max(by_epochs if by_steps is None else min(by_epochs, by_steps), 0)
+
+
+def _steps_left(trainer: pl.Trainer) -> int | None:
+    """Steps still to come in a fit that goes on from a checkpoint, which is being loaded.
+
+    Lightning has its counters back by then; the epochs before may have been of another length.
+    """
+    by_steps = None if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+    if trainer.max_epochs in (None, -1):
+        return by_steps
+    length = int(trainer.num_training_batches)
+    loop: Any = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    by_epochs = (trainer.max_epochs - epochs.processed) * length
+    if epochs.ready > epochs.processed:
+        by_epochs -= min(batches.processed, length)
+    return by_epochs if by_steps is None else min(by_epochs, by_steps)
 
 
 def refuse_replaced(module: Any) -> None:
@@ -133,7 +157,7 @@ def _common_key(trainer: pl.Trainer, plan: Plan) -> RngKey:
 
 
 def _common(
-    run: Run, mechanism: Mechanism | NonPrivate, params: dict[str, Tensor]
+    run: Run, mechanism: PrivateMechanism | NonPrivate, params: dict[str, Tensor]
 ) -> dict[str, object]:
     key, step = run.position()
     return {

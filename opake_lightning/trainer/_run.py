@@ -7,30 +7,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from opake_lightning._tree import seat
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
-from opake_lightning.dpsgd.clipping import (
-    AdaptiveClipState,
-    ClipState,
-    not_private_diagnostics,
-)
+from opake_lightning.dpsgd.clipping import AdaptiveClipState, ClipState
+from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
 from opake_lightning.optimizers.types import ScheduleFreeState
-from opake_lightning.plan import Mechanism, NonPrivate
+from opake_lightning.plan import NonPrivate, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.step import Step, StepState
-from opake_lightning.trainer.report import PrivacySpent, public_plan
+from opake_lightning.trainer._diagnostics import Diagnostics
+from opake_lightning.trainer.report import PrivacySpent
 
 __all__ = ["Run"]
 
 _VERSION = 1
+_TORN = (
+    "the run was interrupted while noise was being added, and what the noise of the next steps "
+    "must take back is lost"
+)
 
 
 class Run:
@@ -56,11 +60,12 @@ class Run:
         self.ledger = ledger or Ledger()
         self.state: StepState | None = None
         self.begun = 0
-        self.plan = plan or {}
-        self.mechanism: Mechanism | NonPrivate | None = None
+        self.plan: dict[str, Any] = plan or {}
+        self.mechanism: PrivateMechanism | NonPrivate | None = None
         self.params: dict[str, Tensor] = {}
         self._optimizer: GradientTransformation | None = None
         self._loss_fn: Callable[..., Any] | None = None
+        self._steps_left: Callable[[], int | None] = lambda: None
         self._step: Step | None = None
         self._optimizer_name = ""
         # What sets this run apart from an earlier one that may have used the same key.
@@ -68,18 +73,27 @@ class Run:
         self._weights: tuple[nn.Module, dict[str, Any]] | None = None
         # The weights to train on, while the module shows the ones to publish.
         self._parked: dict[str, Tensor] | None = None
+        # Whether an exception came while correlated noise was being added.
+        self._torn = False
 
     # -- preparing a fit ------------------------------------------------------------------------
 
     def prepare(
         self,
-        mechanism: Mechanism | NonPrivate,
+        mechanism: PrivateMechanism | NonPrivate,
         optimizer: GradientTransformation,
         params: dict[str, Tensor],
         loss_fn: Callable[..., Any],
         key: RngKey,
+        steps_left: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Get ready for a fit: adopt what the last one left, or start with ``key``."""
+        """Get ready for a fit: adopt what the last one left, or start with ``key``.
+
+        ``steps_left`` tells how many steps there are still to come, for a run that forks.
+
+        Streams go on where the ledger is, so that no step of any fit has those of another; noise
+        that is correlated begins anew.
+        """
         if self._lineage:
             key = fold_in(key, self._lineage)
         # One after the other in memory, parameters are updated in one operation.
@@ -87,17 +101,20 @@ class Run:
         before, name = self.state, self._optimizer_name
         clipping = self.plan.get("clipping_norm")
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
+        self._steps_left = steps_left
         self._optimizer_name = _name_of(optimizer)
-        self._use(mechanism, before.noise.key if before else key)
-        assert self._step is not None
-        fresh = self._step.init(params)
+        if isinstance(mechanism, PrivateMechanism):
+            mechanism = mechanism.beginning_at(self.ledger.n_steps)
+        step = self._made(mechanism, before.noise.key if before else key)
+        self._take(mechanism, step)
+        fresh = step.init(params)
+        fresh = replace(fresh, noise=replace(fresh.noise, step=self.ledger.n_steps))
         if before is not None:
-            fresh = replace(fresh, noise=before.noise)
             if clipping == self.plan.get("clipping_norm"):
                 fresh = replace(fresh, clip=_go_on_clipping(fresh.clip, before.clip))
             if name == self._optimizer_name and self._find_training_weights():
                 fresh = replace(fresh, optimizer=_adopt(fresh.optimizer, before.optimizer))
-        self._parked = None
+        self._parked, self._torn = None, False
         self.state, self.begun = fresh, self.ledger.n_steps
 
     def _find_training_weights(self) -> bool:
@@ -112,17 +129,26 @@ class Run:
         self.train_weights()
         return True
 
-    def _use(self, mechanism: Mechanism | NonPrivate, key: RngKey) -> None:
+    def _made(self, mechanism: PrivateMechanism | NonPrivate, key: RngKey) -> Step:
         assert self._loss_fn is not None
         assert self._optimizer is not None
+        return mechanism.step(self._loss_fn, self._optimizer, key, self.params)
+
+    def _take(self, mechanism: PrivateMechanism | NonPrivate, step: Step) -> None:
         self.mechanism = mechanism
-        self.plan = public_plan(mechanism)
-        self._step = mechanism.step(self._loss_fn, self._optimizer, key)
+        self.plan = {**mechanism.public()}
+        # Without the noise's first buffers: they will be written over, or are not used at all.
+        self._step = replace(step, noise_state=NoiseState(step.noise_state.key))
 
     def position(self) -> tuple[RngKey, int]:
         """Key of the run and number of the next step, for the loader."""
         assert self.state is not None
         return self.state.noise.key, self.state.step
+
+    def draw(self, key: RngKey, step: int, *, rank: int, world_size: int) -> NDArray[np.int64]:
+        """One rank's share of the examples drawn at ``step``, for the loader."""
+        assert isinstance(self.mechanism, PrivateMechanism)
+        return self.mechanism.draw(key, step, rank=rank, world_size=world_size)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -134,16 +160,27 @@ class Run:
         assert self._step is not None
         assert self.state is not None
         assert self.mechanism is not None
-        planned = getattr(self.mechanism, "planned_steps", None)
-        if planned is not None and self.ledger.n_steps >= self.begun + planned:
-            raise PrivacyError(
-                f"the noise was calibrated to {planned} steps, and they have been made; another one"
-                " would spend more than target_epsilon. Start another fit with a larger target"
-            )
+        if isinstance(self.mechanism, PrivateMechanism):
+            self.mechanism.check_step(self.ledger.n_steps)
+        if self._torn:
+            raise PrivacyError(f"{_TORN}; start another fit, which begins a new horizon")
+        # First, as it may refuse the step.
+        ledger = self.ledger.spend(self.mechanism.event)
+        diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
+
+        def before_noise(grads: Any) -> None:
+            if diagnostics is not None:
+                diagnostics(grads)
+            # From here on what correlated noise remembers is written over.
+            self._torn = bool(getattr(self.state.noise if self.state else None, "buffers", None))
+
         released, aux, state = self._step.release(
-            self.params, batch, self.state, inplace=True, watch=_watch(self.mechanism, seen)
+            self.params, batch, self.state, inplace=True, watch=before_noise
         )
-        self.state, self.ledger = state, self.ledger.spend(self.mechanism.event)
+        self.state, self.ledger = state, ledger
+        self._torn = False
+        if seen is not None and diagnostics is not None:
+            seen.update(diagnostics.told(released))
         return released, aux
 
     def apply(self, released: Any) -> None:
@@ -224,6 +261,8 @@ class Run:
         """Everything that resuming needs, as tensors and plain values. Secret: it holds the key."""
         assert self.mechanism is not None
         assert self.state is not None
+        if self._torn:
+            raise CheckpointError(f"{_TORN}, so it cannot be saved; resume an earlier checkpoint")
         return {
             **self.public(),
             "fingerprint": self.mechanism.fingerprint(),
@@ -280,21 +319,26 @@ class Run:
         if saved["fingerprint"].get("clipping_norm") != mechanism.fingerprint().get(
             "clipping_norm"
         ):
-            values = _clipping_anew(values, self.state)
+            values = _anew("clip", values, self.state)
+        key: RngKey | None = None
+        if forked:
+            key = fold_in(fold_in(_key_in(values), "fork"), _common_token())
+            values = _anew("noise", values, self.state)
         state = from_state_dict(self.state, values, strict=True)
         ledger, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
-        if isinstance(mechanism, Mechanism):
-            if forked:
-                mechanism = _replanned(mechanism, ledger, done=ledger.n_steps - begun)
-            elif "noise_multiplier" not in saved["plan"]:
-                raise CheckpointError("the checkpoint's private state lacks its noise_multiplier")
-            else:
-                mechanism = mechanism.with_noise_multiplier(saved["plan"]["noise_multiplier"])
+        if isinstance(mechanism, PrivateMechanism):
+            mechanism = (
+                mechanism.forked(ledger, left=self._steps_left())
+                if forked
+                else _resumed(mechanism, saved["plan"], begun)
+            )
+        step = self._made(mechanism, key or state.noise.key)
         if forked:
-            key = fold_in(fold_in(state.noise.key, "fork"), _common_token())
-            state, begun = replace(state, noise=replace(state.noise, key=key)), ledger.n_steps
-        self._use(mechanism, state.noise.key)
-        self.state, self.ledger, self.begun = state, ledger, begun
+            state = replace(state, noise=replace(step.noise_state, step=ledger.n_steps))
+            begun = ledger.n_steps
+        _require_own(state.noise, step.noise_state, ledger)
+        self._take(mechanism, step)
+        self.state, self.ledger, self.begun, self._torn = state, ledger, begun, False
         if saved["training_weights"] is not None:
             _write(self.params, saved["training_weights"])
 
@@ -334,7 +378,9 @@ class Run:
         copy = Run(self.ledger, dict(self.plan), lineage=secrets.token_hex(16))
         copy._optimizer_name = self._optimizer_name
         if self.state is not None:
-            noise = replace(self.state.noise, key=fold_in(fresh_key(), self.state.noise.key.hex()))
+            # Buffers of correlated noise stay behind: the copy's next fit begins a new horizon.
+            key = fold_in(fresh_key(), self.state.noise.key.hex())
+            noise = NoiseState(key, self.state.noise.step)
             template = replace(self.state, noise=noise)
             copy.state = replace(
                 template, optimizer=_adopt(self.state.optimizer, self.state.optimizer)
@@ -368,15 +414,6 @@ def _adopt(template: Any, before: Any) -> Any:
         return template
 
 
-def _watch(
-    mechanism: Mechanism | NonPrivate, seen: dict[str, float] | None
-) -> Callable[[Any], None] | None:
-    if seen is None or isinstance(mechanism, NonPrivate):
-        return None
-    noise = mechanism.gradient_noise_multiplier
-    return lambda grads: seen.update(not_private_diagnostics(grads, noise_multiplier=noise))
-
-
 def _go_on_clipping(fresh: Any, before: Any) -> Any:
     """Clip state ``fresh`` with the step, and the norms, that ``before`` came to."""
     if not isinstance(fresh, ClipState) or not isinstance(before, ClipState):
@@ -387,23 +424,42 @@ def _go_on_clipping(fresh: Any, before: Any) -> Any:
     return fresh
 
 
-def _clipping_anew(values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
-    """A saved state whose clipping, of another kind, is replaced by that of ``fresh``."""
-    kept = {path: v for path, v in values.items() if path.partition("/")[0] != "clip"}
-    begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == "clip"}
+def _anew(part: str, values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
+    """A saved state of which one part, of another kind, is replaced by that of ``fresh``."""
+    kept = {path: v for path, v in values.items() if path.partition("/")[0] != part}
+    begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == part}
     return {**kept, **begin}
 
 
-def _replanned(mechanism: Mechanism, spent: Ledger, *, done: int) -> Mechanism:
-    """The mechanism for what is left of a fit after ``done`` steps that another one made."""
-    if mechanism.planned_steps is None:
-        return mechanism
-    return mechanism.plan.resolve(
-        n_examples=mechanism.n_examples,
-        batch_size=mechanism.batch_size,
-        planned_steps=max(mechanism.planned_steps - done, 1),
-        spent=spent,
-    )
+def _key_in(values: dict[str, Any]) -> RngKey:
+    """The key of a saved state, whatever its noise is like."""
+    found = {path: value for path, value in values.items() if path == "noise/key"}
+    template = {"noise": {"key": RngKey(0)}}
+    return from_state_dict(template, found, strict=True)["noise"]["key"]
+
+
+def _require_own(state: Any, fresh: Any, ledger: Ledger) -> None:
+    """Refuse noise whose past is not that of this run."""
+    if state.step != ledger.n_steps:
+        raise CheckpointError(
+            f"the ledger in the checkpoint counts {ledger.n_steps} steps, but its noise is that of "
+            f"noise/step {state.step}; the checkpoint is damaged"
+        )
+    for name in ("strategy", "start"):
+        theirs, ours = getattr(state, name, None), getattr(fresh, name, None)
+        if theirs != ours:
+            raise CheckpointError(
+                f"the noise in the checkpoint has {name} {theirs!r}, but the run that it describes "
+                f"has {ours!r}; the checkpoint is damaged, or was made by another release"
+            )
+
+
+def _resumed(mechanism: PrivateMechanism, plan: dict[str, Any], begun: int) -> PrivateMechanism:
+    """The mechanism of a checkpoint that has the same fingerprint."""
+    for name in ("noise_multiplier", "planned_steps"):
+        if name not in plan:
+            raise CheckpointError(f"the checkpoint's private state lacks its {name}")
+    return mechanism.resumed(plan["noise_multiplier"], plan["planned_steps"], begun)
 
 
 def _common_token() -> str:

@@ -6,9 +6,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import optree
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -41,8 +43,19 @@ class Draw:
     size: int
 
 
+class DrawFn(Protocol):
+    """Which examples a rank gets at a step."""
+
+    def __call__(self, key: RngKey, step: int, *, rank: int, world_size: int) -> NDArray[np.int64]:
+        """Indices of this rank's share."""
+        ...
+
+
 class PoissonLoader:
     """Batches for DP-SGD: at each step every example is drawn independently with the same rate.
+
+    That is what it does on its own, and under a DPModule whose plan is DPSGD. Under any other plan
+    the examples are those that the plan draws; the rest of this description holds as well.
 
     The batch of a step is a function of (key, step) alone: not of the epoch, the number of workers
     or ranks, or how often a run was resumed. Random augmentations that a dataset draws from
@@ -99,7 +112,8 @@ class PoissonLoader:
         self.draw: Draw | None = None
         self._key = key
         self._position: Callable[[], tuple[RngKey, int]] | None = None
-        self._draws = _Draws(n, self.sample_rate, len(self))
+        self._draw: DrawFn = _Poisson(n, self.sample_rate)
+        self._draws = _Draws(len(self))
         self._loader: DataLoader[Any] = DataLoader(
             cast("Any", _SeededDataset(dataset)),
             batch_sampler=cast("Any", self._draws),
@@ -129,14 +143,20 @@ class PoissonLoader:
                 "PoissonLoader has no key; pass key=random.key(7) or key=random.fresh_key(), or "
                 "hand the loader to a Trainer with a DPModule, which supplies it"
             )
-        drawn = self._draws.start(self._key, self.next_step, self.rank, self.world_size)
+        drawn = self._draws.start(self._draw, self._key, self.next_step, self.rank, self.world_size)
         for batch in self._loader:
             self.draw = drawn.popleft()
             self.next_step = self.draw.step + 1
             yield batch if self.draw.size else _emptied(batch)
 
-    def follow(self, position: Callable[[], tuple[RngKey, int]]) -> None:
+    def follow(
+        self, position: Callable[[], tuple[RngKey, int]], draw: DrawFn | None = None
+    ) -> None:
         """Take key and step from ``position()`` at the start of every epoch.
+
+        Args:
+            position: Returns the key of the run, and the step that comes next.
+            draw: Who is drawn; None is a Poisson draw with this loader's rate.
 
         Raises:
             PrivacyError: If the loader was made with a key of its own.
@@ -147,6 +167,8 @@ class PoissonLoader:
                 "under a DPModule give the key to the plan: DPSGD(..., key=...)"
             )
         self._position = position
+        if draw is not None:
+            self._draw = draw
 
     def state_dict(self) -> dict[str, int]:
         """The step that comes next; the key is not part of it."""
@@ -166,6 +188,18 @@ class PoissonLoader:
         self._loader._iterator = iterator
 
 
+@dataclass(frozen=True, slots=True)
+class _Poisson:
+    """One rank's share of a Poisson draw."""
+
+    n_examples: int
+    sample_rate: float
+
+    def __call__(self, key: RngKey, step: int, *, rank: int, world_size: int) -> NDArray[np.int64]:
+        drawn = poisson_indices(key, step, n_examples=self.n_examples, sample_rate=self.sample_rate)
+        return rank_share(drawn, rank=rank, world_size=world_size)
+
+
 class _Indices(list[int]):
     """Indices of one batch, with the key of the random numbers its examples may draw."""
 
@@ -183,11 +217,14 @@ class _Draws:
     It does not know the loader: a cycle would leave worker processes to the garbage collector.
     """
 
-    def __init__(self, n_examples: int, sample_rate: float, length: int) -> None:
-        self._n_examples, self._sample_rate, self._length = n_examples, sample_rate, length
+    def __init__(self, length: int) -> None:
+        self._length = length
 
-    def start(self, key: RngKey, step: int, rank: int, world_size: int) -> deque[Draw]:
+    def start(
+        self, draw: DrawFn, key: RngKey, step: int, rank: int, world_size: int
+    ) -> deque[Draw]:
         """Set where the coming epoch starts, and return the queue of what it will have drawn."""
+        self._draw = draw
         self._key, self._first, self._rank, self._world_size = key, step, rank, world_size
         self._drawn: deque[Draw] = deque()
         return self._drawn
@@ -198,10 +235,7 @@ class _Draws:
     def __iter__(self) -> Iterator[_Indices]:
         drawn, key, rank = self._drawn, self._key, self._rank
         for step in range(self._first, self._first + self._length):
-            everyones = poisson_indices(
-                key, step, n_examples=self._n_examples, sample_rate=self._sample_rate
-            )
-            mine = rank_share(everyones, rank=rank, world_size=self._world_size).tolist()
+            mine = self._draw(key, step, rank=rank, world_size=self._world_size).tolist()
             drawn.append(Draw(step, len(mine)))
             stream = fold_in(fold_in(fold_in(key, "augment"), step), rank)
             # A collate function cannot make a batch of nothing, so an empty draw fetches one
@@ -259,8 +293,8 @@ def poisson_loader(loader: Any, *, rank: int, world_size: int) -> PoissonLoader:
     """
     if not isinstance(loader, DataLoader):
         raise PrivacyError(
-            f"the training loader is a {type(loader).__name__}; DP-SGD needs one "
-            "torch.utils.data.DataLoader or PoissonLoader, whose draws can be made Poisson"
+            f"the training loader is a {type(loader).__name__}; a private run needs one "
+            "torch.utils.data.DataLoader or PoissonLoader, whose draws can be the plan's"
         )
     loader = cast("DataLoader[Any]", loader)
     if isinstance(loader.dataset, IterableDataset):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.plan import Mechanism, NonPrivate, Plan
+from opake_lightning.plan import Plan, PrivateMechanism
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
@@ -90,7 +90,7 @@ class DPMixin:
         )
 
     def configure_privacy(self) -> Plan:
-        """The plan: ``DPSGD(...)`` or ``NonPrivate()``."""
+        """The plan: ``DPSGD(...)``, ``DPFTRL(...)`` or ``NonPrivate()``."""
         raise NotImplementedError(
             f"{type(self).__name__} must define configure_privacy(), returning for example "
             "DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5)"
@@ -189,7 +189,7 @@ class DPMixin:
         # reload_dataloaders_every_n_epochs makes a new loader, which has no key yet.
         loader = cast("pl.LightningModule", self).trainer.train_dataloader
         if isinstance(loader, PoissonLoader) and self._dp is not None:
-            loader.follow(self._dp.position)
+            loader.follow(self._dp.position, self._dp.draw)
 
     def _dp_on_validation_start(self) -> None:
         fitting = cast("pl.LightningModule", self).trainer.state.fn == TrainerFn.FITTING
@@ -215,7 +215,7 @@ class DPMixin:
     # -- inside ---------------------------------------------------------------------------------
 
     def _dp_is_private(self) -> bool:
-        return not isinstance(self.configure_privacy(), NonPrivate)
+        return getattr(self.configure_privacy(), "private", True)
 
     def _dp_second_look(self) -> Run:
         module = cast("pl.LightningModule", self)
@@ -232,7 +232,7 @@ class DPMixin:
                 " frozen or unfrozen); clipping, noise and optimizer state cover the old ones. "
                 "Change the model in __init__ or configure_model, or start another fit"
             )
-        if run.mechanism is not None and isinstance(run.mechanism, Mechanism):
+        if run.mechanism.private:
             for name, child in module.named_modules():
                 if is_mixing(child):
                     check_module(module)
@@ -322,10 +322,9 @@ class DPModule(DPMixin, pl.LightningModule):
 
 def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | None:
     """How many examples the batch holds, after checking that it is the one for this step."""
-    if isinstance(run.mechanism, NonPrivate):
+    if not isinstance(run.mechanism, PrivateMechanism):
         return None
     loader = check_loader(module.trainer.train_dataloader)
-    assert isinstance(run.mechanism, Mechanism)
     if (loader.n_examples, loader.batch_size) != (
         run.mechanism.n_examples,
         run.mechanism.batch_size,

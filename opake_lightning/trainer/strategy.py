@@ -28,8 +28,8 @@ class OpakeDDP(DDPStrategy):
 
     Every rank computes the clipped sum of its share of one global draw; the shares are summed and
     every rank adds the same noise, once. An ordinary training DataLoader becomes a Poisson loader
-    with rate ``batch_size / len(dataset)``; ``batch_size`` is the expected size of the *global*
-    draw, whatever the number of ranks.
+    with rate ``batch_size / len(dataset)``, or draws as the plan does; ``batch_size`` is the
+    expected size of the *global* draw, whatever the number of ranks.
 
     Args:
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; and all other
@@ -98,18 +98,16 @@ class OpakeDDP(DDPStrategy):
         module = cast("Any", self.lightning_module)
         if module is None or not module.trainer.training or not hasattr(module, "_dp_is_private"):
             return dataloader
-        if not module._dp_is_private():
+        plan = module.configure_privacy()
+        if not getattr(plan, "private", False):  # what is no plan is refused a little later
             return dataloader
         if isinstance(dataloader, PoissonLoader):
             dataloader.rank, dataloader.world_size = self.global_rank, self.world_size
             return dataloader
         loader = poisson_loader(dataloader, rank=self.global_rank, world_size=self.world_size)
         dropped = "; drop_last has no effect" if getattr(dataloader, "drop_last", False) else ""
-        rank_zero_info(
-            f"opake_lightning: the training DataLoader now draws Poisson batches: each of "
-            f"{loader.n_examples} examples with rate {loader.sample_rate:.6g}, "
-            f"{loader.batch_size} expected per step{dropped}."
-        )
+        drawing = plan.drawing(loader.n_examples, loader.batch_size)
+        rank_zero_info(f"opake_lightning: the training DataLoader now draws {drawing}{dropped}.")
         return loader
 
     @override

@@ -2,7 +2,7 @@
 
 Only the package's name is changed. What the guide leaves undefined (parameters, data, a loss, a
 noise multiplier) is defined before, and the programs of one section share a namespace, as a reader
-would run them. Those that need ``dpftrl`` are left out until that part exists (issue 5).
+would run them. Those that need correlated noise are in ``tests/test_seed_dpftrl.py``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opake_lightning import DPMixin, NonPrivate, OpakeDDP
 from opake_lightning.optimizers import adam, adamw, sgd
+from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
 
@@ -141,8 +142,8 @@ def two_classes(n):
     return TensorDataset(x, y)
 
 
-def accuracy(path, sigma):
-    module = Net(plan(noise_multiplier=sigma), lambda: sgd(0.5))
+def accuracy(path, sigma, seed=7):
+    module = Net(plan(noise_multiplier=sigma, key=key(seed)), lambda: sgd(0.5))
     make_trainer(path, max_epochs=2).fit(module, make_loader(two_classes(200), batch_size=20))
     x, y = two_classes(500).tensors
     with torch.no_grad():
@@ -153,4 +154,6 @@ def test_noise_of_sigma_1000_leaves_nothing_learned(tmp_path):
     # An official example of another library once trained the plain model: its accuracy did not
     # move when the noise was set to 1000.
     assert accuracy(tmp_path, 0.0) > 0.95
-    assert abs(accuracy(tmp_path, 1000.0) - 0.5) < 0.2
+    # What noise alone has made is as often wrong as right: of six models, one in 64 times no model
+    # is worse than chance, and the keys are fixed.
+    assert min(accuracy(tmp_path, 1000.0, seed) for seed in range(6)) < 0.5

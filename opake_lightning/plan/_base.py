@@ -1,0 +1,332 @@
+"""What all private plans have in common, and all mechanisms that they become."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opake_lightning import _check
+from opake_lightning._tree import layout_of
+from opake_lightning.accounting import Ledger, calibrate
+from opake_lightning.dpsgd.clipping import Adaptive, Auto
+from opake_lightning.dpsgd.clipping._engines import ENGINES, Engine
+from opake_lightning.dpsgd.clipping._groups import group_numbers
+from opake_lightning.dpsgd.clipping._rule import Rule, bounds_of, check_steps, rule_of
+from opake_lightning.dpsgd.sampling import rank_share
+from opake_lightning.errors import PrivacyError
+from opake_lightning.optimizers import GradientTransformation
+from opake_lightning.random import RngKey, fold_in
+from opake_lightning.scheduling import Schedule
+from opake_lightning.step import Step
+from opake_lightning.types import PerGroup
+
+__all__ = ["PlainDict", "PrivateMechanism", "PrivatePlan", "calibrated", "check_target"]
+
+PlainDict: TypeAlias = dict[str, str | int | float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivatePlan(ABC):
+    """The options of every private plan; each plan explains them."""
+
+    clipping_norm: float | PerGroup | Schedule | Adaptive | Auto
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_delta: float = 1e-5
+    microbatch_size: int | None = None
+    engine: Engine = "auto"
+    key: RngKey | None = None
+    on_changed_plan: Literal["refuse", "fork"] = "refuse"
+
+    private: ClassVar[bool] = True
+    # Whether the noise is made for a number of steps that must be known when the run begins.
+    needs_horizon: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        if self.clipping_norm == float("inf"):
+            raise PrivacyError(
+                "clipping_norm=inf bounds nothing, so no noise would be enough; give a finite "
+                "bound, or use NonPrivate() for a run without privacy"
+            )
+        rule_of(self.clipping_norm)
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise PrivacyError(
+                "give exactly one of noise_multiplier (and read ε off the run) and target_epsilon "
+                f"(and σ is calibrated); got noise_multiplier={self.noise_multiplier!r}, "
+                f"target_epsilon={self.target_epsilon!r}"
+            )
+        if self.noise_multiplier is not None:
+            _check.non_negative("noise_multiplier", self.noise_multiplier)
+        if self.target_epsilon is not None:
+            _check.positive("target_epsilon", self.target_epsilon)
+        _check.fraction("target_delta", self.target_delta, zero=False, one=False)
+        if self.microbatch_size is not None:
+            _check.positive_int("microbatch_size", self.microbatch_size)
+        for name, options in (
+            ("engine", ENGINES),
+            ("on_changed_plan", ("refuse", "fork")),
+        ):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
+        if self.key is not None and not isinstance(self.key, RngKey):
+            raise TypeError(f"key must be None or an RngKey (random.key(7)), got {self.key!r}")
+
+    @abstractmethod
+    def drawing(self, n_examples: int, batch_size: int) -> str:
+        """How the examples of a step are drawn, in words."""
+
+    @abstractmethod
+    def resolve(
+        self, *, n_examples: int, batch_size: int, planned_steps: int | None, spent: Ledger
+    ) -> PrivateMechanism:
+        """Fix everything that the plan leaves open.
+
+        Args:
+            n_examples: Size n of the dataset.
+            batch_size: Expected batch size.
+            planned_steps: Steps that are still to come; None if the run has no planned end.
+            spent: What has been spent before; counts towards ``target_epsilon``.
+
+        Raises:
+            PrivacyError: If the batch is larger than the dataset, or there is a target but no
+                planned end, or the target is already spent.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateMechanism(ABC):
+    """A private plan with nothing left open; sampler, noise and accountant read the same fields.
+
+    Attributes:
+        plan: The plan.
+        noise_multiplier: σ.
+        n_examples: Size of the dataset.
+        batch_size: Expected batch size, the public divisor.
+        planned_steps: Steps that σ, or correlated noise, was made for; None if any number will do.
+        start: How many steps the module had made when these began.
+        fit_steps: Steps of the whole fit that these are part of, if a fork began within one; None
+            if they are all of it.
+    """
+
+    plan: Any
+    noise_multiplier: float
+    n_examples: int
+    batch_size: int
+    planned_steps: int | None
+    start: int = 0
+    fit_steps: int | None = None
+
+    private: ClassVar[bool] = True
+
+    # -- what a mechanism must say of itself ------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def event(self) -> Any:
+        """What one step costs, as the ledger records it."""
+
+    @property
+    @abstractmethod
+    def first_noise(self) -> float:
+        """Noise on the gradient in the first step, over its sensitivity."""
+
+    @abstractmethod
+    def indices(self, key: RngKey, step: int) -> NDArray[np.int64]:
+        """The examples drawn at ``step``, by all ranks together."""
+
+    @abstractmethod
+    def step(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: GradientTransformation,
+        key: RngKey,
+        params: Any = None,
+    ) -> Step:
+        """The step function for ``loss_fn(params, batch) -> (losses, aux)``.
+
+        Args:
+            loss_fn: Losses of a batch, one per example, and auxiliary output.
+            optimizer: Any functional optimizer.
+            key: Key of the run.
+            params: The parameters, for a mechanism that keeps state of their shape.
+        """
+
+    @abstractmethod
+    def rows(self) -> list[tuple[str, str]]:
+        """What the start-up lines say of sampling and noise."""
+
+    @abstractmethod
+    def told(self) -> PlainDict:
+        """What sets this run apart from others of the same kind, apart from numbers all have."""
+
+    # -- what all have in common ------------------------------------------------------------------
+
+    @property
+    def rule(self) -> Rule:
+        """How gradients are clipped."""
+        return rule_of(self.plan.clipping_norm)
+
+    @property
+    def clipping(self) -> str | float:
+        """The clipping norm in one plain value, a number or what it is made by."""
+        return self.rule.describe(self._whole_fit)
+
+    @property
+    def noise_stddev(self) -> float:
+        """Noise standard deviation of the first step, in units of the mean gradient."""
+        sensitivity = math.hypot(*bounds_of(self.rule.clipping_norm, 0))
+        return self.first_noise * sensitivity / self.batch_size
+
+    def check(self, params: Any, n_steps: int | None = None) -> None:
+        """Refuse what clipping could not go through with.
+
+        Args:
+            params: The parameters that will be trained.
+            n_steps: Number of steps that will be made, if it is known.
+
+        Raises:
+            PrivacyError: If the groups of ``per_group`` do not cover the parameters, each once.
+            ValueError: If a schedule comes to a value that is no clipping norm.
+        """
+        rule = self.rule
+        if rule.groups is not None:
+            group_numbers(rule.groups, layout_of(params).treespec)
+        check_steps(rule.clipping_norm, n_steps or 1)
+
+    def check_optimizer(self, optimizer: GradientTransformation, params: Any) -> None:
+        """Refuse an optimizer that cannot use what is released.
+
+        Raises:
+            PrivacyError: If it cannot.
+        """
+        del optimizer, params  # all can use a noisy gradient
+
+    def check_step(self, done: int) -> None:
+        """Refuse a step that was not planned.
+
+        Args:
+            done: How many steps the module has made.
+
+        Raises:
+            PrivacyError: If all planned steps have been made.
+        """
+        if self.planned_steps is not None and done >= self.start + self.planned_steps:
+            raise PrivacyError(
+                f"the noise was calibrated to {self.planned_steps} steps, and they have been made; "
+                f"another one {self._another_step}"
+            )
+
+    @property
+    def _another_step(self) -> str:
+        return (
+            "would spend more than target_epsilon. Start another fit with a larger target, or more "
+            "steps from the beginning"
+        )
+
+    def draw(
+        self, key: RngKey, step: int, *, rank: int = 0, world_size: int = 1
+    ) -> NDArray[np.int64]:
+        """One rank's share of the examples drawn at ``step``."""
+        return rank_share(self.indices(key, step), rank=rank, world_size=world_size)
+
+    @property
+    def _whole_fit(self) -> int | None:
+        return self.planned_steps if self.fit_steps is None else self.fit_steps
+
+    def fingerprint(self) -> PlainDict:
+        """What must be equal for a run to go on with the same streams; holds no secret."""
+        key = self.plan.key
+        return {
+            "plan": type(self.plan).__name__,
+            "clipping_norm": self.clipping,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "target_epsilon": self.plan.target_epsilon,
+            "target_delta": self.plan.target_delta,
+            "n_examples": self.n_examples,
+            "batch_size": self.batch_size,
+            "planned_steps": self._whole_fit,
+            "key": None if key is None else fold_in(key, "fingerprint").hex(),
+            **self.told(),
+        }
+
+    def public(self) -> PlainDict:
+        """The numbers that may be published with the weights."""
+        return {
+            "plan": type(self.plan).__name__,
+            "clipping_norm": self.clipping,
+            "noise_multiplier": self.noise_multiplier,
+            "target_epsilon": self.plan.target_epsilon,
+            "target_delta": self.plan.target_delta,
+            "n_examples": self.n_examples,
+            "batch_size": self.batch_size,
+            "planned_steps": self.planned_steps,
+            **self.told(),
+        }
+
+    def with_noise_multiplier(self, sigma: float) -> Self:
+        """The same mechanism with the σ that a checkpoint was calibrated to."""
+        return replace(self, noise_multiplier=sigma)
+
+    def beginning_at(self, step: int) -> Self:
+        """The same mechanism for a module that has made ``step`` steps."""
+        return replace(self, start=step)
+
+    def resumed(self, noise_multiplier: float, planned_steps: int | None, start: int) -> Self:
+        """The mechanism of a checkpoint with the same fingerprint, which may be of a fork."""
+        part = planned_steps != self.planned_steps
+        return replace(
+            self,
+            noise_multiplier=noise_multiplier,
+            planned_steps=planned_steps,
+            start=start,
+            fit_steps=self.planned_steps if part else self.fit_steps,
+        )
+
+    def forked(self, spent: Ledger, *, left: int | None) -> PrivateMechanism:
+        """The mechanism for the ``left`` steps of a fit of which another one made the first."""
+        if self.planned_steps is None:
+            return self.beginning_at(spent.n_steps)
+        rest = self.plan.resolve(
+            n_examples=self.n_examples,
+            batch_size=self.batch_size,
+            planned_steps=max(left or 0, 1),
+            spent=spent,
+        )
+        return replace(rest, fit_steps=self.planned_steps)
+
+
+def check_target(plan: PrivatePlan, planned_steps: int | None, spent: Ledger) -> None:
+    """Refuse a ``target_epsilon`` that no noise can keep.
+
+    Raises:
+        PrivacyError: If there is no planned end, or the target is spent.
+    """
+    if not planned_steps:
+        raise PrivacyError(
+            f"target_epsilon={plan.target_epsilon} needs a planned number of steps to calibrate"
+            " the noise to, but this run is open-ended; set Trainer(max_epochs=...) or "
+            "max_steps, or give noise_multiplier and stop the run with PrivacyBudget"
+        )
+    assert plan.target_epsilon is not None
+    # Calibration aims at the last hundredth of the target, so beyond it there is nothing left;
+    # it would find some enormous noise_multiplier, which trains nothing.
+    before = spent.epsilon(plan.target_delta)
+    if not before <= 0.99 * plan.target_epsilon:
+        raise PrivacyError(
+            f"target_epsilon={plan.target_epsilon} covers all that a module ever spends, and "
+            f"{spent.n_steps} steps have spent ε = {before:.4g} at δ = {plan.target_delta:g} "
+            "already; raise target_epsilon to train on, or start from new weights"
+        )
+
+
+def calibrated(plan: PrivatePlan, run: Callable[[float], Any]) -> float:
+    """The σ at which ``run(σ)``, everything the module will have done, costs the plan's target."""
+    assert plan.target_epsilon is not None
+    return calibrate(run, target_epsilon=plan.target_epsilon, target_delta=plan.target_delta)
