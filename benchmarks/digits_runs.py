@@ -33,7 +33,7 @@ from opake_lightning.optimizers import (
     schedule_free,
     sgd,
 )
-from opake_lightning.plan import DPSGD, Mechanism
+from opake_lightning.plan import DPSGD, Mechanism, PrivateMechanism
 from opake_lightning.random import RngKey, add_normal_, fold_in, key
 from opake_lightning.step import Step
 
@@ -137,28 +137,47 @@ def build_step(mechanism: Mechanism, optimizer: Any, rng: RngKey, *, pair: bool)
     return Step(grad_fn, noise_fn, optimizer, clip, noise)
 
 
-def train(job: tuple[str, str, float, int]) -> float:
-    """Test accuracy in per cent of one private run."""
-    model, name, lr, seed = job
-    train_x, test_x, train_y, test_y = digits_data()
-    plan = DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-4)
-    mechanism = plan.resolve(
-        n_examples=len(train_x), batch_size=BATCH, planned_steps=STEPS, spent=Ledger()
-    )
-    rng, params = key(seed), []
+def start(model: str, rng: RngKey) -> list[Tensor]:
+    """Weights and biases before training."""
+    params = []
     for i, (n, m) in enumerate(zip(MODELS[model], MODELS[model][1:], strict=False)):
         weight = torch.zeros(m * n)
         if model != "softmax":  # a convex problem starts from zero
             add_normal_(fold_in(fold_in(rng, "init"), i), weight, n**-0.5)
         params += [weight.view(m, n), torch.zeros(m)]
-    optimizer = contestants()[name][0](lr)
-    step = build_step(mechanism, optimizer, rng, pair="squares" in name)
+    return params
+
+
+def run(
+    mechanism: PrivateMechanism, step: Step, params: list[Tensor], rng: RngKey, n_steps: int
+) -> tuple[list[Tensor], Any]:
+    """Make ``n_steps`` steps: the parameters and the optimizer's state."""
+    train_x, _, train_y, _ = digits_data()
     state = step.init(params)
-    for t in range(STEPS):
+    for t in range(n_steps):
         drawn = torch.from_numpy(mechanism.draw(rng, t))
         params, _, state = step(params, (train_x[drawn], train_y[drawn]), state, inplace=True)
-    final = state.optimizer.x if name.startswith("`schedule_free") else params
-    return 100 * float((scores(final, test_x).argmax(1) == test_y).float().mean())
+    return params, state.optimizer
+
+
+def accuracy(params: list[Tensor]) -> float:
+    """Accuracy on the test images, in per cent."""
+    _, test_x, _, test_y = digits_data()
+    return 100 * float((scores(params, test_x).argmax(1) == test_y).float().mean())
+
+
+def train(job: tuple[str, str, float, int]) -> float:
+    """Test accuracy in per cent of one private run."""
+    model, name, lr, seed = job
+    plan = DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-4)
+    mechanism = plan.resolve(
+        n_examples=len(digits_data()[0]), batch_size=BATCH, planned_steps=STEPS, spent=Ledger()
+    )
+    rng = key(seed)
+    optimizer = contestants()[name][0](lr)
+    step = build_step(mechanism, optimizer, rng, pair="squares" in name)
+    params, state = run(mechanism, step, start(model, rng), rng, STEPS)
+    return accuracy(state.x if name.startswith("`schedule_free") else params)
 
 
 def measure(jobs: int) -> dict[str, Any]:

@@ -1,29 +1,43 @@
-"""Every figure and every measured number of docs/optimizers.md, from fixed keys.
+"""Every figure and every measured number of docs/optimizers.md and docs/correlated_noise.md.
 
-    python benchmarks/figures.py                    # all; minutes, nearly all of them for `digits`
+    python benchmarks/figures.py                    # all; minutes, nearly all of them for training
     python benchmarks/figures.py --only adagrad     # one of them
     python benchmarks/figures.py --only digits --draw   # from the measurements of last time
 
-A figure goes to docs/images/optimizers-NAME.png and its table into the page, between the comments
-``<!-- figures.py NAME -->`` and ``<!-- end -->``.
+All from fixed keys. A figure goes to docs/images/PAGE-NAME.png and its table into the page, between
+the comments ``<!-- figures.py NAME -->`` and ``<!-- end -->``. `digits` and `accuracy` train.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import correlated
+import digits_runs
 import matplotlib as mpl
 import torch
-from digits_runs import FLOORS, corrected, measure
-from matplotlib.figure import Figure
+from digits_runs import FLOORS, corrected
+from drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    STYLE,
+    Made,
+    canvas,
+    log_spaced,
+    mean_error,
+    short,
+    table,
+)
 from torch import Tensor
 
 from opake_lightning.optimizers import (
@@ -43,39 +57,10 @@ from opake_lightning.random import add_normal_, fold_in, key
 from opake_lightning.types import NoisedPytree
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "optimizers.md"
-IMAGES = ROOT / "docs" / "images"
-RAW = Path(__file__).with_name("digits.json")
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
 
-# Okabe and Ito's colours, told apart by everyone; each line has a marker or dash of its own, too.
-BLUE, ORANGE, GREEN, RED, PURPLE, BLACK = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000"
-)  # fmt: skip
 SIGMA = 0.012  # noise on a coordinate of the gradient in the runs on digits
-STYLE = {
-    "figure.dpi": 150,
-    "font.size": 10,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
-
-Made = tuple[Figure | None, str]
-
-
-def canvas(n: int = 1, *, height: float = 3.4, share: bool = False) -> tuple[Figure, Any]:
-    """A figure with ``n`` panels side by side."""
-    figure = Figure(figsize=(7.6 if n > 1 else 5.6, height), layout="constrained")
-    return figure, figure.subplots(1, n, sharey=share)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are aligned to the right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
 def follow(
@@ -99,18 +84,6 @@ def levels(ratios: Sequence[float], copies: int) -> Tensor:
 def rms(x: Tensor) -> float:
     """Root mean square."""
     return float(x.square().mean().sqrt())
-
-
-def short(x: float) -> str:
-    """Two digits."""
-    return f"{float(f'{x:.2g}'):g}"
-
-
-def log_spaced(n: int, per_decade: int = 12) -> list[int]:
-    """Step numbers up to ``n``, evenly spaced on a logarithmic axis."""
-    return sorted(
-        {round(10 ** (i / per_decade)) for i in range(math.ceil(math.log10(n) * per_decade))} | {n}
-    )
 
 
 def second_moment() -> Made:
@@ -377,12 +350,6 @@ def digits_row(name: str, measured: dict[str, Any], baseline: list[float]) -> li
     ]
 
 
-def mean_error(values: Sequence[float], sign: str = "") -> str:
-    """Mean and its standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.mean(values):{sign}.1f} ± {error:.1f}".replace("-", "−")
-
-
 def digits(raw: dict[str, Any]) -> Made:
     """Accuracy on digits: floors over learning rates, and all optimizers at their best."""
     figure, axes = canvas(2, height=3.8, share=True)
@@ -415,50 +382,73 @@ def digits(raw: dict[str, Any]) -> Made:
     return figure, "\n\n".join(blocks)
 
 
-MAKERS: dict[str, Callable[[], Made]] = {
-    "second-moment": second_moment,
-    "floor": floor,
-    "scatter": scatter,
-    "walk": walk,
-    "adagrad": adagrad_sum,
-    "radam": radam_warmup,
-    "adadelta": adadelta_feedback,
-    "schedule-free": schedule_free_noise,
-    "adamax": adamax_max,
-    "digits": lambda: digits(json.loads(RAW.read_text(encoding="utf-8"))),
+# What trains: how, and where the measurements lie.
+MEASURED: dict[str, tuple[Callable[[int], Any], Path]] = {
+    "digits": (digits_runs.measure, ROOT / "benchmarks" / "digits.json"),
+    "accuracy": (correlated.measure, ROOT / "benchmarks" / "correlated.json"),
 }
+
+
+def measured(name: str) -> Any:
+    """The measurements of last time."""
+    return json.loads(MEASURED[name][1].read_text(encoding="utf-8"))
+
+
+# By page.
+MAKERS: dict[str, dict[str, Callable[[], Made]]] = {
+    "optimizers": {
+        "second-moment": second_moment,
+        "floor": floor,
+        "scatter": scatter,
+        "walk": walk,
+        "adagrad": adagrad_sum,
+        "radam": radam_warmup,
+        "adadelta": adadelta_feedback,
+        "schedule-free": schedule_free_noise,
+        "adamax": adamax_max,
+        "digits": lambda: digits(measured("digits")),
+    },
+    "correlated_noise": {
+        "error": correlated.error,
+        "accuracy": lambda: correlated.accuracies(measured("accuracy")),
+    },
+}
+PAGE_OF = {name: page for page, makers in MAKERS.items() for name in makers}
 
 
 def make(name: str, images: Path) -> str:
     """Make one figure in the folder ``images``, and return its table."""
+    page = PAGE_OF[name]
     with mpl.rc_context(STYLE):
-        figure, block = MAKERS[name]()
+        figure, block = MAKERS[page][name]()
         if figure is not None:
-            figure.savefig(images / f"optimizers-{name}.png", dpi=150)
+            figure.savefig(images / f"{page}-{name}.png", dpi=150)
     return block
 
 
 def put_into_page(name: str, block: str) -> bool:
-    """Replace the table of ``name`` in the page; False if the page has no place for it."""
-    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    """Replace the table of ``name`` in its page; False if the page has no place for it."""
+    page = DOCS / f"{PAGE_OF[name]}.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     place = re.compile(rf"(<!-- figures\.py {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     new, n = place.subn(lambda found: f"{found[1]}\n{block}\n\n{found[2]}", text)
     if n:
-        PAGE.write_text(new, encoding="utf-8")
+        page.write_text(new, encoding="utf-8")
     return bool(n)
 
 
 def main() -> None:
     """Make the figures, fill in the tables, print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=MAKERS, help="make one of them")
-    parser.add_argument("--draw", action="store_true", help="take digits' runs from digits.json")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes for digits")
+    parser.add_argument("--only", choices=PAGE_OF, help="make one of them")
+    parser.add_argument("--draw", action="store_true", help="train nothing anew")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that train")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in [args.only] if args.only else MAKERS:
-        if name == "digits" and not args.draw:
-            RAW.write_text(json.dumps(measure(args.jobs), indent=1), encoding="utf-8")
+    for name in [args.only] if args.only else PAGE_OF:
+        if name in MEASURED and not args.draw:
+            measure, raw = MEASURED[name]
+            raw.write_text(json.dumps(measure(args.jobs), indent=1), encoding="utf-8")
         block = make(name, IMAGES)
         print(f"\n## {name}" + ("" if put_into_page(name, block) else " (not on the page)"))
         print(block)

@@ -12,6 +12,7 @@ import argparse
 import csv
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import matplotlib.pyplot as plt
@@ -39,7 +40,8 @@ class Digits(DPModule):
     def __init__(self, rng: RngKey | None = None) -> None:
         super().__init__()
         self.net = nn.Linear(64, 10)
-        nn.init.zeros_(self.net.weight)
+        for parameter in self.net.parameters():
+            nn.init.zeros_(parameter)
         self.rng = rng
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +100,46 @@ def picture(metrics: Path, out: Path) -> None:
     plt.close(figure)
 
 
+def train(
+    model: Digits, *, epochs: int, batch_size: int, shuffle: bool = True, **options: Any
+) -> dict[str, str]:
+    """Train and test; what it came to, as cells of a table. ``options`` are the trainer's."""
+    train_set, test_set = digits()
+    trainer = L.Trainer(
+        strategy=OpakeDDP(),
+        accelerator="cpu",
+        max_epochs=epochs,
+        enable_model_summary=False,
+        **options,
+    )
+    start = time.perf_counter()
+    trainer.fit(
+        model,
+        DataLoader(train_set, batch_size=batch_size, shuffle=shuffle),
+        DataLoader(test_set, batch_size=360),
+    )
+    seconds = time.perf_counter() - start
+    [result] = trainer.test(model, DataLoader(test_set, batch_size=360), verbose=False)
+    spent = model.privacy_spent()
+    return {
+        "test accuracy": f"{result['test/accuracy']:.3f}",
+        "ε": f"{spent.epsilon:.4f}",
+        "δ": f"{spent.delta:g}",
+        "σ": f"{spent.plan['noise_multiplier']:.4f}",
+        "steps": f"{spent.n_steps}",
+        "seconds": f"{seconds:.1f}",
+    }
+
+
+def show(title: str, cells: dict[str, str]) -> None:
+    """Print a table of one row."""
+    table = Table(title=title)
+    for name in cells:
+        table.add_column(name, justify="right")
+    table.add_row(*cells.values())
+    Console().print(table)
+
+
 def main() -> None:
     """Train, test, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -107,44 +149,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
     args = parser.parse_args()
 
-    train, test = digits()
     logger = CSVLogger(args.out, name="digits")
     folder = Path(logger.log_dir)
-    trainer = L.Trainer(
-        strategy=OpakeDDP(),
-        accelerator="cpu",
-        max_epochs=args.epochs,
+    cells = train(
+        Digits(None if args.key is None else key(args.key)),
+        epochs=args.epochs,
+        batch_size=args.batch_size,
         logger=logger,
         log_every_n_steps=1,
         callbacks=[ModelCheckpoint(folder, filename="digits")],
-        enable_model_summary=False,
     )
-    model = Digits(None if args.key is None else key(args.key))
-    start = time.perf_counter()
-    trainer.fit(
-        model,
-        DataLoader(train, batch_size=args.batch_size, shuffle=True),
-        DataLoader(test, batch_size=360),
-    )
-    seconds = time.perf_counter() - start
-    [result] = trainer.test(model, DataLoader(test, batch_size=360), verbose=False)
     picture(folder / "metrics.csv", folder / "digits.png")
-
-    spent = model.privacy_spent()
-    table = Table(title="Digits, trained privately")
-    for name in ("test accuracy", "ε", "δ", "σ", "steps", "seconds"):
-        table.add_column(name, justify="right")
-    table.add_row(
-        f"{result['test/accuracy']:.3f}",
-        f"{spent.epsilon:.4f}",
-        f"{spent.delta:g}",
-        f"{spent.plan['noise_multiplier']:.4f}",
-        f"{spent.n_steps}",
-        f"{seconds:.1f}",
-    )
-    console = Console()
-    console.print(table)
-    console.print(f"checkpoint, metrics and picture are in {folder}", highlight=False)
+    show("Digits, trained privately", cells)
+    Console().print(f"checkpoint, metrics and picture are in {folder}", highlight=False)
 
 
 if __name__ == "__main__":
