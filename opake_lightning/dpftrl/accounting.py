@@ -22,7 +22,7 @@ is open to being fitted to a schema must be the same object here and in the nois
 made for pairs without ``min_sep`` is right for :func:`poisson` and for that schema only.
 
 Amplification needs groups, bins or waits that nothing released before tells about. A second horizon
-needs its own: another ``start`` for noise, sampler and :class:`WholeRun` alike, or another key.
+needs its own: another ``start`` for noise, sampler and whole run alike, or another key.
 """
 
 from __future__ import annotations
