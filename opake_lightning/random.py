@@ -168,11 +168,22 @@ def add_normal_(
             f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}"
         )
 
-    def add(drawn: list[Tensor], begin: int, size: int) -> None:
-        out.narrow(0, begin, size).add_(drawn[0], alpha=stddev)
+    if stddev > 0 and out.device.type == "cpu":
+        # NumPy's threads are its caller's, so that it can take a whole block at a time.
+        whole = out.detach().numpy()
 
-    if stddev > 0:
-        visit_normals([rng], out, add, share=share)
+        def add(drawn: list[Tensor], begin: int, size: int) -> None:
+            noise, part = drawn[0].numpy(), whole[begin : begin + size]
+            np.multiply(noise, stddev, out=noise)
+            np.add(part, noise, out=part)
+
+        visit_normals([rng], out, add, share=share, piece=BLOCK)
+    elif stddev > 0:
+
+        def add_elsewhere(drawn: list[Tensor], begin: int, size: int) -> None:
+            out.narrow(0, begin, size).add_(drawn[0], alpha=stddev)
+
+        visit_normals([rng], out, add_elsewhere, share=share)
     return out
 
 
@@ -182,6 +193,7 @@ def visit_normals(
     visit: Callable[[list[Tensor], int, int], None],
     *,
     share: tuple[int, int] = (0, 1),
+    piece: int = _PIECE,
 ) -> None:
     """Draw one vector of independent N(0, 1) for each key, and show them a piece at a time.
 
@@ -195,10 +207,11 @@ def visit_normals(
             for each key, which it may write to and must not keep; where the piece begins; and its
             length.
         share: (r, W): only the pieces of the r-th of W processes.
+        piece: Elements of a piece, on the CPU; torch gives work on more of them to further threads.
     """
     total, on_cpu = like.numel(), like.device.type == "cpu"
     size = min(BLOCK if on_cpu else _BLOCK_ELSEWHERE, total)
-    piece = _PIECE if on_cpu else size
+    piece = piece if on_cpu else size
     blocks = _stretch(range(-(-total // size) if total else 0), *share)
     threads = min(torch.get_num_threads(), max(1, len(blocks) // _WORTH_A_THREAD))
     threads = threads if on_cpu else 1
