@@ -105,8 +105,8 @@ def require_equal(values: Mapping[str, object], *, group: dist.ProcessGroup | No
         seen = [other.get(name, "<missing>") for other in gathered]
         if any(value != seen[0] for value in seen):
             raise PrivacyError(
-                f"ranks disagree on {name}: {seen}; every rank must build the same model, plan and "
-                "dataset"
+                f"ranks disagree on {name}: {seen}; every rank must have the same model, plan, "
+                "dataset and checkpoint"
             )
 
 

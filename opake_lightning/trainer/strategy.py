@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import atexit
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from opake_lightning.distributed import leave_group
-from opake_lightning.errors import PrivacyError
+from opake_lightning.errors import CheckpointError, PrivacyError
+from opake_lightning.trainer._together import (
+    ending_together,
+    only_note_sigterm,
+    refuse_to_meet_again,
+)
 from opake_lightning.trainer.data import PoissonLoader, poisson_loader
 
 __all__ = ["OpakeDDP"]
@@ -26,10 +37,11 @@ __all__ = ["OpakeDDP"]
 class OpakeDDP(DDPStrategy):
     """One process per device; only clipped sums cross ranks, never raw gradients.
 
-    Every rank computes the clipped sum of its share of one global draw; the shares are summed and
-    every rank adds the same noise, once. An ordinary training DataLoader becomes a Poisson loader
-    with rate ``batch_size / len(dataset)``, or draws as the plan does; ``batch_size`` is the
-    expected size of the *global* draw, whatever the number of ranks.
+    Every rank computes the clipped sum of its share of one global draw and adds its share of the
+    noise; these are summed. If one rank fails, all do, with its reason. An ordinary training
+    DataLoader becomes a Poisson loader with rate ``batch_size / len(dataset)``, or draws as the
+    plan does; ``batch_size`` is the expected size of the *global* draw, whatever the number of
+    ranks.
 
     Args:
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; and all other
@@ -55,6 +67,8 @@ class OpakeDDP(DDPStrategy):
     def setup_environment(self) -> None:
         """As DDP, but a single process keeps the loaders it was given."""
         super().setup_environment()
+        if self.world_size > 1 and self.lightning_module is not None:
+            only_note_sigterm(self.lightning_module.trainer)
         if self.world_size == 1 and self.lightning_module is not None:
             # Lightning would put a DistributedSampler into every loader, which shuffles even a
             # sequential one; NonPrivate() promises an untouched loader.
@@ -65,6 +79,7 @@ class OpakeDDP(DDPStrategy):
     def setup_distributed(self) -> None:
         """As DDP, but a single process is no group: it needs no port, and no advice on syncing."""
         if self.num_nodes * self.num_processes > 1:
+            refuse_to_meet_again()
             super().setup_distributed()
             # Lightning destroys only NCCL groups; a gloo group that meets the end of the
             # interpreter now and then aborts it ("terminate called"), after a run that went well.
@@ -111,10 +126,30 @@ class OpakeDDP(DDPStrategy):
         return loader
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """As DDP, but if rank 0 cannot write, all ranks raise, and none goes on without it."""
+        failure: Exception | None = None
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except Exception as error:  # noqa: BLE001 - raised again once the others know
+            failure = error
+        told = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise CheckpointError(f"rank 0 could not save {filepath}: {told}")
+
+    @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = _Launcher(self, start_method=cast("Any", self._start_method))
+        elif isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = _ScriptLauncher(
+                self._launcher.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     @classmethod
     @override
@@ -135,8 +170,35 @@ class OpakeDDP(DDPStrategy):
             )
 
 
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs what it is given so that the ranks end together."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(partial(_together, function), *args, **kwargs)
+
+
 class _Launcher(_MultiProcessingLauncher):
     """Brings back what was spent, too: a second fit in the main process must go on counting."""
+
+    @override
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        if self._start_method == "forkserver":
+            # Lightning does it for spawn alone: all ranks would update the same memory.
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        with ending_together():
+            super()._wrapping_function(
+                process_idx, trainer, function, args, kwargs, return_queue, global_states
+            )
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -152,6 +214,11 @@ class _Launcher(_MultiProcessingLauncher):
         run = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=False)
         if run is not None:
             trainer.lightning_module._dp = run
+
+
+def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with ending_together():
+        return function(*args, **kwargs)
 
 
 OpakeDDP.register_strategies(StrategyRegistry)

@@ -1,0 +1,118 @@
+"""What sharing the noise saves each rank, and what the sum over ranks costs.
+
+    OMP_NUM_THREADS=1 python benchmarks/ranks.py
+    OMP_NUM_THREADS=1 python benchmarks/ranks.py --ranks 4 --millions 10 --rounds 15
+
+In every round, one after the other on the same ranks and with nothing in between:
+
+- *all of it*: rank 0 makes the noise of all coordinates, while the others wait;
+- *its share*: every rank makes its share, all at the same time;
+- *the sum*: one all_reduce of the flat gradient over gloo;
+- *a release*: the mechanism's own ``across_ranks``, which is the last two.
+
+A ratio is the median over rounds of that round's. The ranks need as many processors: with fewer,
+the time in which a rank waits for one counts as its own. ``--cpu-time`` counts computed seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from opake_lightning.distributed import leave_group
+from opake_lightning.dpsgd.noise import gaussian_noise
+from opake_lightning.random import add_normal_, fold_in, key
+from opake_lightning.types import ClippedPytree
+
+
+def seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    dist.barrier()
+    start = clock()
+    work()
+    return clock() - start
+
+
+def one_round(flat: torch.Tensor, number: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Seconds of each part on this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stream = fold_in(key(7), number)
+    noise_fn, state = gaussian_noise(noise_multiplier=1.0, key=fold_in(stream, "release"))
+    parts = {
+        "all of it": lambda: rank or add_normal_(fold_in(stream, 0), flat, 1e-3),
+        "its share": lambda: add_normal_(fold_in(stream, 1), flat, 1e-3, share=(rank, ranks)),
+        "the sum": lambda: dist.all_reduce(flat),
+        "a release": lambda: noise_fn.across_ranks(
+            ClippedPytree({"w": flat}, 1e-3), state, inplace=True
+        ),
+    }
+    names = list(parts)
+    if number % 2:
+        names.reverse()  # neither is always the one that finds the memory warm
+    took = {name: seconds(parts[name], clock) for name in names}
+    flat.div_(ranks**2)  # as the sums have made it larger
+    return took
+
+
+def rank_main(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", arguments.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    flat = torch.zeros(round(arguments.millions * 1e6))
+    one_round(flat, 0, clock)
+    rounds = [one_round(flat, number, clock) for number in range(1, arguments.rounds + 1)]
+    gathered: list[Any] = [None] * arguments.ranks
+    dist.all_gather_object(gathered, rounds)
+    if rank == 0:
+        report(gathered, arguments)
+    leave_group()
+
+
+def report(gathered: list[list[dict[str, float]]], arguments: argparse.Namespace) -> None:
+    alone = [times["all of it"] for times in gathered[0]]
+    print(
+        f"{arguments.millions:g} M coordinates, {arguments.ranks} ranks, "
+        f"{torch.get_num_threads()} thread(s) each, median of {arguments.rounds} rounds"
+    )
+    print(f"  all of it, on one rank      {1e3 * statistics.median(alone):8.2f} ms   1.00 x")
+    for rank, rounds in enumerate(gathered):
+        share = [times["its share"] for times in rounds]
+        ratio = statistics.median(s / a for s, a in zip(share, alone, strict=True))
+        print(
+            f"  its share, on rank {rank}        {1e3 * statistics.median(share):8.2f} ms   "
+            f"{ratio:.2f} x"
+        )
+    for name in ("the sum", "a release"):
+        slowest = [max(r[i][name] for r in gathered) for i in range(arguments.rounds)]
+        ratio = statistics.median(s / a for s, a in zip(slowest, alone, strict=True))
+        print(
+            f"  {name:<12} (slowest rank)  {1e3 * statistics.median(slowest):8.2f} ms   "
+            f"{ratio:.2f} x"
+        )
+    of_it = [
+        max(r[i]["the sum"] for r in gathered) / max(r[i]["a release"] for r in gathered)
+        for i in range(arguments.rounds)
+    ]
+    print(f"  the sum is {statistics.median(of_it):.0%} of a release")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--millions", type=float, default=25.0, help="of coordinates, float32")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--cpu-time", action="store_true", help="count computed seconds")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (arguments, folder), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
