@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opake_lightning.trainer._checkpoint_io import SealedCheckpointIO
 from opake_lightning.trainer.callbacks import PrivacyBudget
 from opake_lightning.trainer.data import Draw, PoissonLoader
 from opake_lightning.trainer.module import DPMixin, DPModule
@@ -18,4 +19,5 @@ __all__ = [
     "PoissonLoader",
     "PrivacyBudget",
     "PrivacySpent",
+    "SealedCheckpointIO",
 ]

@@ -40,6 +40,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         )
     trainer = module.trainer
     run = module._dp or Run()
+    run.settle()
     loader: PoissonLoader | None = None
     steps: int | None = None
     mechanism: PrivateMechanism | NonPrivate
@@ -71,9 +72,8 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism.check_optimizer(transformation, params)
     key = _common_key(trainer, plan)
     spent_steps = run.ledger.n_steps
-    run.prepare(
-        mechanism, transformation, params, _loss_of(module), key, partial(_steps_left, trainer)
-    )
+    loss_fn, left, resuming = _loss_of(module), partial(_steps_left, trainer), trainer.ckpt_path
+    run.prepare(mechanism, transformation, params, loss_fn, key, left, resuming=bool(resuming))
     if loader is not None:
         loader.follow(run.position, run.draw)
     require_equal(_common(run, mechanism, params))

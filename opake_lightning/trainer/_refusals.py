@@ -15,15 +15,15 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from opake_lightning.errors import PrivacyError
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.strategy import OpakeDDP
 
-__all__ = ["check_loader", "check_module", "check_trainer", "is_mixing"]
+__all__ = ["check_loader", "check_module", "check_trainer", "check_weights", "is_mixing"]
 
 _CALLBACKS: dict[type[pl.Callback], str] = {
     LearningRateFinder: (
@@ -53,6 +53,29 @@ _CALLBACKS: dict[type[pl.Callback], str] = {
 }
 
 
+# By name: importing some of them takes packages that need not be there.
+_SHARDED: dict[str, str] = {
+    "FSDPStrategy": (
+        ". It gives each rank a part of every layer, and sums gradients over ranks in the backward "
+        "pass, before anything could clip them"
+    ),
+    "ModelParallelStrategy": (
+        ". With FSDP2 a parameter is a DTensor whose gradient is reduced in the backward pass; "
+        "with tensor parallelism one example's gradient, and so its norm, is spread over ranks"
+    ),
+    "DeepSpeedStrategy": (
+        ". Its engine owns backward pass, reduction, clipping and optimizer; none of them knows "
+        "single examples"
+    ),
+}
+
+_WRAPPERS = {
+    "DistributedDataParallel": "averages raw gradients over ranks",
+    "DataParallel": "splits a batch over devices and adds raw gradients",
+    "FullyShardedDataParallel": "shards parameters and sums raw gradients over ranks",
+}
+
+
 def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse trainer settings that a private run cannot have.
 
@@ -66,10 +89,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, OpakeDDP)):
-        yield (
-            f"strategy {type(strategy).__name__} averages or shards raw gradients, which have not "
-            "been clipped per example; use Trainer(strategy=OpakeDDP()) or a single device"
-        )
+        yield _about_strategy(strategy)
     if trainer.gradient_clip_val:
         yield (
             f"gradient_clip_val={trainer.gradient_clip_val} would clip the noisy sum, on top of "
@@ -104,6 +124,15 @@ def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:
                 yield f"callback {type(callback).__name__} {why}"
 
 
+def _about_strategy(strategy: Strategy) -> str:
+    names = {kind.__name__ for kind in type(strategy).__mro__}
+    why = next((why for name, why in _SHARDED.items() if name in names), "")
+    return (
+        f"strategy {type(strategy).__name__} averages or shards raw gradients, which have not been "
+        f"clipped per example{why}; use Trainer(strategy=OpakeDDP()) or a single device"
+    )
+
+
 def check_module(module: nn.Module) -> None:
     """Refuse modules that mix examples or are not complete.
 
@@ -111,6 +140,11 @@ def check_module(module: nn.Module) -> None:
         PrivacyError: Naming the submodule and what to do instead.
     """
     for name, child in module.named_modules():
+        if (kind := type(child).__name__) in _WRAPPERS:
+            raise PrivacyError(
+                f"{name} is wrapped in {kind}, which {_WRAPPERS[kind]}; leave the wrapper out, and "
+                "use Trainer(strategy=OpakeDDP()) for several devices"
+            )
         if is_mixing(child):
             raise PrivacyError(
                 f"{name} ({type(child).__name__}) in training mode normalises each example by the "
@@ -122,6 +156,12 @@ def check_module(module: nn.Module) -> None:
             raise PrivacyError(
                 f"parameter {name} is not initialised yet (lazy module); run one forward pass on "
                 "public or random data before fit"
+            )
+        if type(parameter.data).__name__ == "DTensor":  # whose import takes a second
+            raise PrivacyError(
+                f"parameter {name} is a DTensor (fully_shard or parallelize_module): its gradient "
+                "is summed or spread over ranks before it could be clipped per example; leave the "
+                "model whole, and use Trainer(strategy=OpakeDDP()) for several devices"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise PrivacyError(
@@ -166,3 +206,23 @@ def check_loader(loader: Any) -> PoissonLoader:
         " draws; either use Trainer(strategy=OpakeDDP()), which converts it, or pass "
         "PoissonLoader(dataset, batch_size=...) instead"
     )
+
+
+def check_weights(module: nn.Module, params: dict[str, Tensor], loaded: dict[str, Any]) -> None:
+    """Refuse a checkpoint without some trained weights, which ``strict_loading=False`` lets pass.
+
+    Raises:
+        CheckpointError: If a trained weight of ``module`` is not among ``loaded``.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            names.setdefault(value.data_ptr(), []).append(name)
+    known = {name: names.get(param.data_ptr(), []) for name, param in params.items()}
+    missing = [n for n, places in known.items() if places and not loaded.keys() & set(places)]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks trained weights: {', '.join(missing)}; the run would go on from "
+            "others, with the checkpoint's optimizer state and ledger. Save them with it, or start "
+            "a new run with load_from_checkpoint"
+        )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from opake_lightning._tree import seat
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
-from opake_lightning.dpsgd.clipping import AdaptiveClipState, ClipState
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
@@ -26,18 +25,38 @@ from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._diagnostics import Diagnostics
+from opake_lightning.trainer._journal import Journal, Spending
+from opake_lightning.trainer._recorded import Recorded, refuse_to_repeat
+from opake_lightning.trainer._refusals import check_weights
+from opake_lightning.trainer._restored import (
+    VERSION,
+    adopted,
+    anew,
+    check_version,
+    clipping_from,
+    key_in,
+    name_of,
+    require_own,
+    resumed,
+    write_weights,
+)
+from opake_lightning.trainer._together import require_same_checkpoint
 from opake_lightning.trainer.report import PrivacySpent
 
 __all__ = ["Run"]
 
-_VERSION = 1
-_TORN = (
+# What keeps a step from being complete, from when it matters until it no longer does.
+_NOISE = (
     "the run was interrupted while noise was being added, and what the noise of the next steps "
     "must take back is lost"
 )
+_UPDATE = (
+    "the last step was interrupted after its release, which is counted, before the parameters had "
+    "moved, so the weights belong to no step"
+)
 
 
-class Run:
+class Run(Recorded):
     """The live state of one module; it outlives a fit, so that a second one goes on counting.
 
     The ledger and the step state are replaced together, right after noise has been added and
@@ -45,7 +64,6 @@ class Run:
     was released is always counted.
 
     Attributes:
-        ledger: What has been spent, in this process and before.
         state: Key, counters and optimizer state; None before the first fit.
         begun: How many steps had been spent when this fit began.
     """
@@ -57,7 +75,7 @@ class Run:
         *,
         lineage: str = "",
     ) -> None:
-        self.ledger = ledger or Ledger()
+        super().__init__(ledger or Ledger())
         self.state: StepState | None = None
         self.begun = 0
         self.plan: dict[str, Any] = plan or {}
@@ -70,11 +88,11 @@ class Run:
         self._optimizer_name = ""
         # What sets this run apart from an earlier one that may have used the same key.
         self._lineage = lineage
-        self._weights: tuple[nn.Module, dict[str, Any]] | None = None
+        self._weights: tuple[nn.Module, dict[str, Any], dict[str, Any]] | None = None
         # The weights to train on, while the module shows the ones to publish.
         self._parked: dict[str, Tensor] | None = None
-        # Whether an exception came while correlated noise was being added.
-        self._torn = False
+        # What the step at hand has begun and not finished; "" if nothing.
+        self._unfinished = ""
 
     # -- preparing a fit ------------------------------------------------------------------------
 
@@ -86,10 +104,13 @@ class Run:
         loss_fn: Callable[..., Any],
         key: RngKey,
         steps_left: Callable[[], int | None] = lambda: None,
+        *,
+        resuming: bool = False,
     ) -> None:
         """Get ready for a fit: adopt what the last one left, or start with ``key``.
 
-        ``steps_left`` tells how many steps there are still to come, for a run that forks.
+        ``steps_left`` tells how many steps there are still to come, for a run that forks;
+        ``resuming`` that a checkpoint is loaded next, which brings its own place in the streams.
 
         Streams go on where the ledger is, so that no step of any fit has those of another; noise
         that is correlated begins anew.
@@ -99,23 +120,28 @@ class Run:
         # One after the other in memory, parameters are updated in one operation.
         seat(params)
         before, name = self.state, self._optimizer_name
+        if before is None:
+            self.journal = Journal()
         clipping = self.plan.get("clipping_norm")
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._steps_left = steps_left
-        self._optimizer_name = _name_of(optimizer)
+        self._optimizer_name = name_of(optimizer)
+        if before is not None and self.made != self.ledger and not resuming:
+            # Steps of this key that this fit may not repeat as they were.
+            before = replace(before, noise=replace(before.noise, key=self.fork(before.noise.key)))
         if isinstance(mechanism, PrivateMechanism):
-            mechanism = mechanism.beginning_at(self.ledger.n_steps)
-        step = self._made(mechanism, before.noise.key if before else key)
+            mechanism = mechanism.beginning_at(self.made.n_steps)
+        step = self._step_of(mechanism, before.noise.key if before else key)
         self._take(mechanism, step)
         fresh = step.init(params)
-        fresh = replace(fresh, noise=replace(fresh.noise, step=self.ledger.n_steps))
+        fresh = replace(fresh, noise=replace(fresh.noise, step=self.made.n_steps))
         if before is not None:
             if clipping == self.plan.get("clipping_norm"):
-                fresh = replace(fresh, clip=_go_on_clipping(fresh.clip, before.clip))
+                fresh = replace(fresh, clip=clipping_from(before.clip, fresh.clip))
             if name == self._optimizer_name and self._find_training_weights():
-                fresh = replace(fresh, optimizer=_adopt(fresh.optimizer, before.optimizer))
-        self._parked, self._torn = None, False
-        self.state, self.begun = fresh, self.ledger.n_steps
+                fresh = replace(fresh, optimizer=adopted(fresh.optimizer, before.optimizer))
+        self._parked, self._unfinished = None, ""
+        self.state, self.begun = fresh, self.made.n_steps
 
     def _find_training_weights(self) -> bool:
         """Whether the module has the weights that the last fit's optimizer state belongs to."""
@@ -129,7 +155,7 @@ class Run:
         self.train_weights()
         return True
 
-    def _made(self, mechanism: PrivateMechanism | NonPrivate, key: RngKey) -> Step:
+    def _step_of(self, mechanism: PrivateMechanism | NonPrivate, key: RngKey) -> Step:
         assert self._loss_fn is not None
         assert self._optimizer is not None
         return mechanism.step(self._loss_fn, self._optimizer, key, self.params)
@@ -137,8 +163,16 @@ class Run:
     def _take(self, mechanism: PrivateMechanism | NonPrivate, step: Step) -> None:
         self.mechanism = mechanism
         self.plan = {**mechanism.public()}
+        noise_fn, first = step.noise_fn, step.noise_state
+        if getattr(first, "buffers", None):
+            noise_fn = partial(self._add_correlated, noise_fn)
         # Without the noise's first buffers: they will be written over, or are not used at all.
-        self._step = replace(step, noise_state=NoiseState(step.noise_state.key))
+        self._step = replace(step, noise_fn=noise_fn, noise_state=NoiseState(first.key))
+
+    def _add_correlated(self, noise_fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        # From here on what the noise remembers is written over.
+        self._unfinished = _NOISE
+        return noise_fn(*args, **how)
 
     def position(self) -> tuple[RngKey, int]:
         """Key of the run and number of the next step, for the loader."""
@@ -161,24 +195,25 @@ class Run:
         assert self.state is not None
         assert self.mechanism is not None
         if isinstance(self.mechanism, PrivateMechanism):
-            self.mechanism.check_step(self.ledger.n_steps)
-        if self._torn:
-            raise PrivacyError(f"{_TORN}; start another fit, which begins a new horizon")
-        # First, as it may refuse the step.
-        ledger = self.ledger.spend(self.mechanism.event)
+            self.mechanism.check_step(self.made.n_steps)
+        if self._unfinished:
+            raise PrivacyError(f"{self._unfinished}; start another fit")
+        made = self.made.spend(self.mechanism.event)
+        spending = self.with_more(made, self.learning_rate())
         diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
-
-        def before_noise(grads: Any) -> None:
-            if diagnostics is not None:
-                diagnostics(grads)
-            # From here on what correlated noise remembers is written over.
-            self._torn = bool(getattr(self.state.noise if self.state else None, "buffers", None))
-
+        # Another rank may have the sum, and its noise, as soon as this one has given its share.
+        if world_size() > 1:
+            self.journal.record(spending)
         released, aux, state = self._step.release(
-            self.params, batch, self.state, inplace=True, watch=before_noise
+            self.params, batch, self.state, inplace=True, watch=diagnostics
         )
-        self.state, self.ledger = state, ledger
-        self._torn = False
+        try:
+            if world_size() == 1:
+                self.journal.record(spending)
+        finally:
+            # An interrupt that comes while it is recorded finds it counted here as well.
+            self.state, self.made, self._unfinished = state, made, _UPDATE
+            self.adopt(spending)
         if seen is not None and diagnostics is not None:
             seen.update(diagnostics.told(released))
         return released, aux
@@ -189,17 +224,19 @@ class Run:
         assert self.state is not None
         with torch.no_grad():
             _, self.state = self._step.update(self.params, released, self.state, inplace=True)
+        self._unfinished = ""
 
-    def learning_rate(self) -> float | None:
-        """Rate that the next update applies; None if the optimizer does not tell."""
+    def learning_rate(self, ahead: int = 0, state: StepState | None = None) -> float | None:
+        """Rate that the next update applies, or a later one; None if the optimizer hides it."""
         rate: Any = getattr(self._optimizer, "lr", None)
-        if rate is None or self.state is None:
+        state = state or self.state
+        if rate is None or state is None:
             return None
         # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
-        state = self.state.optimizer
-        state = state.stages if isinstance(state, ScheduleFreeState) else state
-        counted = isinstance(state, dict) and "step" in state
-        step: int = state["step"] if counted else self.state.step
+        own = state.optimizer
+        own = own.stages if isinstance(own, ScheduleFreeState) else own
+        counted = isinstance(own, dict) and "step" in own
+        step: int = ahead + (own["step"] if counted else state.step)
         return float(cast("float", rate(step) if callable(rate) else rate))
 
     # -- weights to train on, and weights to publish ----------------------------------------------
@@ -213,12 +250,12 @@ class Run:
         published = self.published()
         if published is not None and self._parked is None:
             self._parked = {name: p.detach().clone() for name, p in self.params.items()}
-            _write(self.params, published)
+            write_weights(self.params, published)
 
     def train_weights(self) -> None:
         """Let the module have the weights to train on again."""
         if self._parked is not None:
-            _write(self.params, self._parked)
+            write_weights(self.params, self._parked)
             self._parked = None
 
     # -- reporting ------------------------------------------------------------------------------
@@ -235,17 +272,27 @@ class Run:
 
     def public(self) -> dict[str, Any]:
         """The part that may be published with the weights; holds no key."""
-        return {"version": _VERSION, "ledger": self.ledger.to_dict(), "plan": dict(self.plan)}
+        return {
+            "version": VERSION,
+            "ledger": self.ledger.to_dict(),
+            "forks": list(self.forks),
+            "plan": dict(self.plan),
+            "journal": self.journal.name,
+        }
 
     @classmethod
     def from_public(cls, saved: dict[str, Any]) -> Run:
         """A module's past, from a checkpoint without its secrets: a new fit takes a new key."""
         try:
-            _check_version(saved)
-            ledger = Ledger.from_dict(saved["ledger"])
+            check_version(saved)
+            parts = {"ledger": saved["ledger"], "forks": saved["forks"], "rate": None}
+            spending = Spending.from_dict(parts)
+            ledger = spending.ledger
             # A plan may name its key, and the checkpoint's steps have used that key's noise.
             lineage = f"after {ledger.to_dict()}" if ledger.n_steps else ""
-            return cls(ledger, dict(saved["plan"]), lineage=lineage)
+            run = cls(ledger, dict(saved["plan"]), lineage=lineage)
+            run.forks, run.journal = spending.forks, Journal(saved["journal"])
+            return run
         except KeyError as missing:
             raise CheckpointError(f"the checkpoint's privacy record lacks {missing}") from None
 
@@ -258,13 +305,21 @@ class Run:
     # -- saving and resuming --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs, as tensors and plain values. Secret: it holds the key."""
+        """Everything that resuming needs, as tensors and plain values. Secret: it holds the key.
+
+        Raises:
+            CheckpointError: If the last step was interrupted where it cannot go on from.
+        """
         assert self.mechanism is not None
         assert self.state is not None
-        if self._torn:
-            raise CheckpointError(f"{_TORN}, so it cannot be saved; resume an earlier checkpoint")
+        if self._unfinished:
+            raise CheckpointError(
+                f"no checkpoint is made here: {self._unfinished}; resume from an earlier checkpoint"
+            )
         return {
             **self.public(),
+            "released": self.spending.to_dict(),
+            "ledger": self.made.to_dict(),
             "fingerprint": self.mechanism.fingerprint(),
             "optimizer": self._optimizer_name,
             "begun": self.begun,
@@ -279,10 +334,10 @@ class Run:
         weights = self.params if self._parked is None else self._parked
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
-    def keep_weights(self, module: nn.Module) -> None:
+    def keep_weights(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Remember ``module``'s weights: Lightning loads a checkpoint's before its state."""
         weights = {name: value.clone() for name, value in module.state_dict().items()}
-        self._weights = module, weights
+        self._weights = module, weights, checkpoint
 
     def resume(self, saved: dict[str, Any] | None) -> None:
         """Go on where ``saved`` stopped; nothing changes, weights included, unless all is right.
@@ -290,14 +345,19 @@ class Run:
         Raises:
             CheckpointError: If ``saved`` is incomplete, or of another plan or optimizer; the
                 fields that differ are named.
+            PrivacyError: If ranks would go on from different checkpoints.
         """
         kept, self._weights = self._weights, None
         try:
+            # Every rank has read a file of its own, which may be another one on another machine.
+            require_same_checkpoint(saved)
             if saved is None:
                 raise CheckpointError(
                     "the checkpoint's optimizer state was not written by opake_lightning, so it "
                     "holds no ledger and no key; start a new run from its weights"
                 )
+            if kept is not None:
+                check_weights(kept[0], self.params, kept[2]["state_dict"])
             self.load_state_dict(saved)
         except Exception:
             if kept is not None:
@@ -308,39 +368,63 @@ class Run:
         """As :meth:`resume`, for the run without the weights."""
         assert self.mechanism is not None
         assert self.state is not None
-        _check_version(saved)
+        check_version(saved)
         needed = ("ledger", "fingerprint", "optimizer", "begun", "state", "plan")
-        missing = {*needed, "training_weights"} - saved.keys()
+        missing = {*needed, "training_weights", "released", "forks", "journal"} - saved.keys()
         if missing:
             raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
-        forked = self._compare(saved)
-        mechanism = self.mechanism
-        values = saved["state"]
-        if saved["fingerprint"].get("clipping_norm") != mechanism.fingerprint().get(
-            "clipping_norm"
-        ):
-            values = _anew("clip", values, self.state)
-        key: RngKey | None = None
+        forked, mechanism, values = self._compare(saved), self.mechanism, saved["state"]
+        clipping = mechanism.fingerprint().get("clipping_norm")
+        if saved["fingerprint"].get("clipping_norm") != clipping:
+            values = anew("clip", values, self.state)
+        key = key_in(values)
         if forked:
-            key = fold_in(fold_in(_key_in(values), "fork"), _common_token())
-            values = _anew("noise", values, self.state)
+            values = anew("noise", values, self.state)
         state = from_state_dict(self.state, values, strict=True)
-        ledger, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
+        made, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
+        journal, there = Journal(saved["journal"]), Spending.from_dict(saved["released"])
+        known = self.known_of(journal, there)
         if isinstance(mechanism, PrivateMechanism):
-            mechanism = (
-                mechanism.forked(ledger, left=self._steps_left())
-                if forked
-                else _resumed(mechanism, saved["plan"], begun)
-            )
-        step = self._made(mechanism, key or state.noise.key)
+            past = None if forked else resumed(mechanism, saved["plan"], begun)
+            if past is not None and not self._repeats(past, made, there, known, state):
+                past = None
+            forked = past is None
+            mechanism = past or mechanism.forked(known.ledger, left=self._steps_left())
+        step = self._step_of(mechanism, key)
+        if not forked:
+            require_own(state.noise, step.noise_state, made)
+        self.adopt(known)
+        self.made, self.journal = made, journal
         if forked:
-            state = replace(state, noise=replace(step.noise_state, step=ledger.n_steps))
-            begun = ledger.n_steps
-        _require_own(state.noise, step.noise_state, ledger)
+            begun = known.ledger.n_steps
+            state = replace(state, noise=replace(step.noise_state, key=self.fork(key), step=begun))
+        if mechanism.private:
+            self.go_on_recording()
         self._take(mechanism, step)
-        self.state, self.ledger, self.begun, self._torn = state, ledger, begun, False
+        self.state, self.begun, self._unfinished = state, begun, ""
         if saved["training_weights"] is not None:
-            _write(self.params, saved["training_weights"])
+            write_weights(self.params, saved["training_weights"])
+
+    def _repeats(
+        self,
+        mechanism: PrivateMechanism,
+        made: Ledger,
+        there: Spending,
+        known: Spending,
+        state: StepState,
+    ) -> bool:
+        """Whether to repeat what is recorded after the checkpoint; False to fork, or raises."""
+        after = known.ledger.n_steps - made.n_steps
+        if not after:
+            return True
+        try:
+            rate = self.learning_rate(after - 1, state)
+            again = Spending(made.spend(mechanism.event, after), there.forks, rate)
+        except PrivacyError:  # more than the horizon has
+            again = None
+        if again != known and not self._may_fork():
+            refuse_to_repeat(made.n_steps, after)
+        return again == known
 
     def _compare(self, saved: dict[str, Any]) -> bool:
         """Whether to fork; raises if the plans differ and the plan does not allow it."""
@@ -358,8 +442,7 @@ class Run:
         differ = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
         if not differ:
             return False
-        plan: Any = getattr(self.mechanism, "plan", self.mechanism)
-        if plan.on_changed_plan == "fork":
+        if self._may_fork():
             return True
         told = [
             "key" if k == "key" else f"{k} (checkpoint {theirs.get(k)!r}, now {ours.get(k)!r})"
@@ -371,19 +454,24 @@ class Run:
             'trainer limits, or set on_changed_plan="fork" to go on with a new key'
         )
 
+    def _may_fork(self) -> bool:
+        plan: Any = getattr(self.mechanism, "plan", self.mechanism)
+        return plan.on_changed_plan == "fork"
+
     # -- copies ---------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         """A copy that goes on with its own key: two modules must not use the same noise."""
         copy = Run(self.ledger, dict(self.plan), lineage=secrets.token_hex(16))
-        copy._optimizer_name = self._optimizer_name
+        copy._optimizer_name, copy.forks = self._optimizer_name, self.forks
+        copy._since = self._since
         if self.state is not None:
             # Buffers of correlated noise stay behind: the copy's next fit begins a new horizon.
             key = fold_in(fresh_key(), self.state.noise.key.hex())
             noise = NoiseState(key, self.state.noise.step)
             template = replace(self.state, noise=noise)
             copy.state = replace(
-                template, optimizer=_adopt(self.state.optimizer, self.state.optimizer)
+                template, optimizer=adopted(self.state.optimizer, self.state.optimizer)
             )
         copy._parked = None if self._parked is None else dict(self._parked)
         memo[id(self)] = copy
@@ -391,92 +479,11 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        kept = ("ledger", "state", "plan", "begun", "_optimizer_name", "_lineage", "_parked")
+        kept = ("ledger", "made", "forks", "journal", "state", "plan", "begun", "_rate", "_since")
+        kept += ("_unfinished", "_optimizer_name", "_lineage", "_parked")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""
         self.__init__()
         self.__dict__.update(kept)
-
-
-def _write(params: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(weights[name])
-
-
-def _adopt(template: Any, before: Any) -> Any:
-    """Optimizer state ``before``, copied, if it fits ``template``; else ``template``."""
-    try:
-        return from_state_dict(template, state_dict(before), strict=True)
-    except CheckpointError:
-        return template
-
-
-def _go_on_clipping(fresh: Any, before: Any) -> Any:
-    """Clip state ``fresh`` with the step, and the norms, that ``before`` came to."""
-    if not isinstance(fresh, ClipState) or not isinstance(before, ClipState):
-        return fresh
-    fresh = replace(fresh, step=before.step)
-    if isinstance(fresh, AdaptiveClipState) and isinstance(before, AdaptiveClipState):
-        fresh = replace(fresh, clipping_norms=before.clipping_norms)
-    return fresh
-
-
-def _anew(part: str, values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
-    """A saved state of which one part, of another kind, is replaced by that of ``fresh``."""
-    kept = {path: v for path, v in values.items() if path.partition("/")[0] != part}
-    begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == part}
-    return {**kept, **begin}
-
-
-def _key_in(values: dict[str, Any]) -> RngKey:
-    """The key of a saved state, whatever its noise is like."""
-    found = {path: value for path, value in values.items() if path == "noise/key"}
-    template = {"noise": {"key": RngKey(0)}}
-    return from_state_dict(template, found, strict=True)["noise"]["key"]
-
-
-def _require_own(state: Any, fresh: Any, ledger: Ledger) -> None:
-    """Refuse noise whose past is not that of this run."""
-    if state.step != ledger.n_steps:
-        raise CheckpointError(
-            f"the ledger in the checkpoint counts {ledger.n_steps} steps, but its noise is that of "
-            f"noise/step {state.step}; the checkpoint is damaged"
-        )
-    for name in ("strategy", "start"):
-        theirs, ours = getattr(state, name, None), getattr(fresh, name, None)
-        if theirs != ours:
-            raise CheckpointError(
-                f"the noise in the checkpoint has {name} {theirs!r}, but the run that it describes "
-                f"has {ours!r}; the checkpoint is damaged, or was made by another release"
-            )
-
-
-def _resumed(mechanism: PrivateMechanism, plan: dict[str, Any], begun: int) -> PrivateMechanism:
-    """The mechanism of a checkpoint that has the same fingerprint."""
-    for name in ("noise_multiplier", "planned_steps"):
-        if name not in plan:
-            raise CheckpointError(f"the checkpoint's private state lacks its {name}")
-    return mechanism.resumed(plan["noise_multiplier"], plan["planned_steps"], begun)
-
-
-def _common_token() -> str:
-    """Something never seen before, the same on all ranks."""
-    token = [secrets.token_hex(16)]
-    if world_size() > 1:
-        dist.broadcast_object_list(token)
-    return token[0]
-
-
-def _name_of(optimizer: GradientTransformation) -> str:
-    return str(getattr(optimizer, "name", "") or f"a TorchOpt {type(optimizer).__name__}")
-
-
-def _check_version(saved: dict[str, Any]) -> None:
-    if saved.get("version") != _VERSION:
-        raise CheckpointError(
-            f"the checkpoint's privacy record has version {saved.get('version')!r}, this release "
-            f"reads version {_VERSION}"
-        )

@@ -36,6 +36,9 @@ class PrivacyBudget(pl.Callback):
         event = run.mechanism.event
         more = run.ledger.steps_within(event, self.epsilon, self.delta)
         self._last_step = run.ledger.n_steps + more
+        if not more and not run.ledger.epsilon(self.delta) <= self.epsilon:
+            # Steps that a resumed run repeats cost nothing new, but here there is nothing to spend.
+            self._last_step = run.made.n_steps
         self._stop_if_spent(trainer, pl_module)
 
     @override
@@ -43,7 +46,7 @@ class PrivacyBudget(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Refuse the step that would overspend, should anything have kept the run going."""
-        if self._last_step is not None and _run_of(pl_module).ledger.n_steps >= self._last_step:
+        if self._last_step is not None and _run_of(pl_module).made.n_steps >= self._last_step:
             raise PrivacyError(
                 f"the next step would spend more than ε = {self.epsilon} at δ = {self.delta}; "
                 f"{self._last_step} steps are allowed and have been made"
@@ -76,7 +79,7 @@ class PrivacyBudget(pl.Callback):
         self.on_train_end(trainer, pl_module)
 
     def _stop_if_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        steps = _run_of(pl_module).ledger.n_steps
+        steps = _run_of(pl_module).made.n_steps
         if self._last_step is None or steps < self._last_step:
             return
         rank_zero_info(

@@ -5,16 +5,25 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
+from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.plan import Plan, PrivateMechanism
+from opake_lightning.trainer._checkpoint_io import (
+    check_seal,
+    directories_of,
+    local_path,
+    use_sealed,
+)
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
@@ -157,7 +166,43 @@ class DPMixin:
             )
         super().log(name, *args, **kwargs)  # type: ignore[misc]
 
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,  # noqa: N805 - a classmethod that Lightning does not let be called on an instance
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in Lightning; refuses a file that was damaged, and loads without running code.
+
+        What ``privacy_spent()`` then tells is the cost of the weights in the file. A new fit from
+        them starts from what the run went on to spend after it had saved them, if that is recorded
+        beside the file.
+        """
+        check_seal(checkpoint_path)
+        weights_only = True if weights_only is None else weights_only
+        module = super().load_from_checkpoint(  # type: ignore[misc]
+            checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
+        )
+        directory = local_path(checkpoint_path)
+        if directory is not None and module._dp is not None:
+            module._dp.look_in(directory.parent)
+        return module
+
     # -- run before the hook of the same name, whoever overrides it --------------------------------
+
+    def _dp_setup(self, stage: str) -> None:
+        del stage
+        use_sealed(cast("pl.LightningModule", self).trainer.strategy, self._dp_saving)
+
+    def _dp_saving(self, directory: Path, checkpoint: dict[str, Any]) -> None:
+        # A run is resumed from a full checkpoint; what it releases from now on counts there.
+        run = self._dp
+        if run is not None and "optimizer_states" in checkpoint and self._dp_is_private():
+            run.journal.keep_in(directory, run)
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._dp is not None:
@@ -176,7 +221,8 @@ class DPMixin:
             settle(checkpoint)
             # The optimizer's entry brings ledger and plan, once configure_optimizers has made it.
             self._dp = self._dp or Run()
-            self._dp.keep_weights(cast("nn.Module", self))
+            self._dp.keep_weights(cast("nn.Module", self), checkpoint)
+            self._dp.directories = directories_of(trainer)
         elif _RECORD in checkpoint and (self._dp is None or not self._dp.ledger.n_steps):
             self._dp = Run.from_public(checkpoint[_RECORD])
 
@@ -305,6 +351,7 @@ def _wrap_before(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "configure_optimizers": _wrap_configure,
+    "setup": _wrap_before,
     "on_train_start": _wrap_before,
     "on_save_checkpoint": _wrap_before,
     "on_load_checkpoint": _wrap_before,
@@ -333,6 +380,12 @@ def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | No
             f"the training loader now draws {loader.batch_size} of {loader.n_examples} examples, "
             f"but the run is accounted for {run.mechanism.batch_size} of "
             f"{run.mechanism.n_examples}; start another fit for other data"
+        )
+    if loader.world_size != world_size():
+        raise PrivacyError(
+            f"the training loader draws for {loader.world_size} processes, but the gradients of "
+            f"{world_size()} would be summed, so that examples count more than once; let "
+            "Trainer(strategy=OpakeDDP(), devices=...) make the process group"
         )
     _, step = run.position()
     draw = loader.draw

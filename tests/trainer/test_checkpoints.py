@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -354,14 +355,17 @@ def test_fork_goes_on_with_a_new_key_and_the_old_ledger(field, tmp_path):
     changed, loader, trainer = CHANGES[field]
     path = saved(Net(), tmp_path)
     keys = {Net.load_from_checkpoint(path).privacy_spent().n_steps: key(7)}
-    for _ in range(2):
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()  # away from the record of what was released after the checkpoint
+        ckpt = shutil.copy(path, folder)
         net = Net(plan(**changed, on_changed_plan="fork"))
-        trainer = fit(net, tmp_path, ckpt=path, loader=make_loader(**loader), **CHANGES[field][2])
+        trainer = fit(net, folder, ckpt=ckpt, loader=make_loader(**loader), **CHANGES[field][2])
         keys[len(keys)] = net._dp.state.noise.key
         (first, before), *rest = net._dp.ledger.process.segments
         assert first == GaussianEvent(1.0, 0.25)
         assert before + sum(count for _, count in rest) == trainer.global_step
         assert before >= 4
+        assert net._dp.forks == (4,)
         if changed.get("target_epsilon"):
             assert 7.92 < net.privacy_spent().epsilon <= 8.0
     assert len(set(keys.values())) == 3  # two forks of one checkpoint share nothing either
@@ -383,7 +387,8 @@ def test_ranks_fork_to_the_same_key(tmp_path):
     net.optimizer = adamw  # a lambda could not be sent to another process
     strategy = OpakeDDP(start_method="spawn")
     fit(net, tmp_path, ckpt=path, devices=2, strategy=strategy, callbacks=[SameOnBothRanks()])
-    assert net.privacy_spent().n_steps == 8
+    assert net.privacy_spent().n_steps == 8 + 4  # four were made after the checkpoint
+    assert net._dp.forks == (8,)
     assert net._dp.state.noise.key != key(7)
 
 
@@ -392,7 +397,7 @@ def test_fork_hits_its_target_with_what_is_left(tmp_path):
     net = Net(plan(target_epsilon=4.0, on_changed_plan="fork"))
     fit(net, tmp_path, ckpt=path)
     spent = net.privacy_spent()
-    assert spent.n_steps == 8
+    assert spent.n_steps == 8 + 4  # four were made after the checkpoint, before the fork
     assert 3.96 < spent.epsilon <= 4.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -63,10 +64,16 @@ def test_resume_by_steps_and_with_workers(tmp_path):
 
 
 def saved(path: Any, privacy: Any, **trainer: Any) -> Any:
-    """A checkpoint after four steps of eight."""
-    net = Net(privacy)
-    save = every_step(path)
-    make_trainer(path, callbacks=[save], **trainer).fit(net, make_loader())
+    """The checkpoint of a run that ended after four steps of eight."""
+
+    class Ends(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("killed")
+
+    fitter = make_trainer(path, callbacks=[every_step(path), Ends()], **trainer)
+    with pytest.raises(RuntimeError, match="killed"):
+        fitter.fit(Net(privacy), make_loader())
     return path / "step=4.ckpt"
 
 

@@ -1,0 +1,113 @@
+"""What a run has spent, in memory and beside its checkpoints."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+
+from opake_lightning.accounting import Ledger
+from opake_lightning.distributed import rank, world_size
+from opake_lightning.errors import CheckpointError
+from opake_lightning.random import RngKey, fold_in
+from opake_lightning.trainer._journal import Journal, Spending, later, most_recorded, recorded
+
+__all__ = ["Recorded", "refuse_to_repeat"]
+
+
+class Recorded:
+    """The part of a run that must not be lost: what has been released, and where that is recorded.
+
+    A resumed run may repeat steps that were made after its checkpoint, and are recorded as released
+    (:mod:`opake_lightning.trainer._journal`). While it does, ``made`` is behind ``ledger``.
+
+    Attributes:
+        ledger: What has been spent, in this process and before.
+        made: The part of it that this run's own steps amount to.
+        forks: After how many steps the run was given a new key, each time.
+        journal: The record of releases beside the checkpoints.
+        directories: Where to look for the record of a checkpoint that is about to be resumed.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = self.made = ledger
+        self.forks: tuple[int, ...] = ()
+        self.journal = Journal()
+        self.directories: list[Path] = []
+        # What was released after the checkpoint that the module was loaded from.
+        self._since: Spending | None = None
+        # Learning rate of the last step in the ledger.
+        self._rate: float | None = None
+
+    @property
+    def spending(self) -> Spending:
+        """What has been released, as it is recorded."""
+        return Spending(self.ledger, self.forks, self._rate)
+
+    def with_more(self, made: Ledger, rate: float | None) -> Spending:
+        """What will have been released when the run's own steps have come to ``made``."""
+        # Unless it repeats what it knows to have been released, that is more than before.
+        return later(self.spending, Spending(made, self.forks, rate))
+
+    def known_of(self, journal: Journal, there: Spending) -> Spending:
+        """The most that is known of a checkpoint's run, which had come to ``there``."""
+        if self.journal.name == journal.name:
+            there = later(self.spending, there)
+        return most_recorded(journal.name, self.directories, there)
+
+    def adopt(self, spending: Spending) -> None:
+        """Take ``spending`` for what has been released."""
+        self.ledger, self.forks, self._rate = spending.ledger, spending.forks, spending.rate
+
+    def look_in(self, directory: Path) -> None:
+        """See what was released after the checkpoint in ``directory`` that this is the past of."""
+        self._since = recorded(self.journal.name, [directory])
+
+    def settle(self) -> None:
+        """Count, from the start of a new fit, what was released after the checkpoint it is from."""
+        if self._since is not None:
+            self.adopt(later(self._since, self.spending))
+            self.made, self._since = self.ledger, None
+
+    def fork(self, key: RngKey) -> RngKey:
+        """A new key for a run that goes on otherwise; all that is recorded counts in addition."""
+        self.made, self.forks = self.ledger, (*self.forks, self.ledger.n_steps)
+        return fold_in(fold_in(key, f"fork {len(self.forks)}"), _common_token())
+
+    def go_on_recording(self) -> None:
+        """Record the coming releases where the next resume will look for them."""
+        if rank():
+            return
+        for directory in self.directories:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self.journal.keep_in(directory, self)
+            except OSError:  # such as an archive that may only be read
+                continue
+            return
+        if self.directories:
+            rank_zero_info(
+                "opake_lightning: steps cannot be recorded beside the checkpoint that is resumed, "
+                "which cannot be written to; they will be from the next checkpoint on."
+            )
+
+
+def refuse_to_repeat(made: int, after: int) -> NoReturn:
+    """Refuse a checkpoint whose run went on otherwise than this one would."""
+    raise CheckpointError(
+        f"after this checkpoint, of {made} steps, the run made {after} more, and not all with this "
+        "plan, key and learning rate: to make them again would use their noise for other "
+        'gradients. Resume from a later checkpoint, or set on_changed_plan="fork" to go on with a '
+        "new key"
+    )
+
+
+def _common_token() -> str:
+    """Something never seen before, the same on all ranks."""
+    token = [secrets.token_hex(16)]
+    if world_size() > 1:
+        dist.broadcast_object_list(token)
+    return token[0]

@@ -1,0 +1,110 @@
+"""What a run that goes on takes from an earlier one, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opake_lightning.accounting import Ledger
+from opake_lightning.dpsgd.clipping import AdaptiveClipState, ClipState
+from opake_lightning.errors import CheckpointError
+from opake_lightning.optimizers import GradientTransformation
+from opake_lightning.plan import PrivateMechanism
+from opake_lightning.random import RngKey
+from opake_lightning.serialization import from_state_dict, state_dict
+from opake_lightning.step import StepState
+
+__all__ = [
+    "VERSION",
+    "adopted",
+    "anew",
+    "check_version",
+    "clipping_from",
+    "key_in",
+    "name_of",
+    "require_own",
+    "resumed",
+    "write_weights",
+]
+
+VERSION = 1
+
+
+def write_weights(params: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    """Let ``params`` have the values of ``weights``."""
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(weights[name])
+
+
+def adopted(template: Any, before: Any) -> Any:
+    """Optimizer state ``before``, copied, if it fits ``template``; else ``template``."""
+    try:
+        return from_state_dict(template, state_dict(before), strict=True)
+    except CheckpointError:
+        return template
+
+
+def clipping_from(before: Any, fresh: Any) -> Any:
+    """Clip state ``fresh`` with the step, and the norms, that ``before`` came to."""
+    if not isinstance(fresh, ClipState) or not isinstance(before, ClipState):
+        return fresh
+    fresh = replace(fresh, step=before.step)
+    if isinstance(fresh, AdaptiveClipState) and isinstance(before, AdaptiveClipState):
+        fresh = replace(fresh, clipping_norms=before.clipping_norms)
+    return fresh
+
+
+def anew(part: str, values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
+    """A saved state of which one part, of another kind, is replaced by that of ``fresh``."""
+    kept = {path: v for path, v in values.items() if path.partition("/")[0] != part}
+    begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == part}
+    return {**kept, **begin}
+
+
+def key_in(values: dict[str, Any]) -> RngKey:
+    """The key of a saved state, whatever its noise is like."""
+    found = {path: value for path, value in values.items() if path == "noise/key"}
+    template = {"noise": {"key": RngKey(0)}}
+    return from_state_dict(template, found, strict=True)["noise"]["key"]
+
+
+def require_own(state: Any, fresh: Any, made: Ledger) -> None:
+    """Refuse noise whose past is not that of this run."""
+    if state.step != made.n_steps:
+        raise CheckpointError(
+            f"the ledger in the checkpoint counts {made.n_steps} steps, but its noise is that of "
+            f"noise/step {state.step}; the checkpoint is damaged"
+        )
+    for name in ("strategy", "start"):
+        theirs, ours = getattr(state, name, None), getattr(fresh, name, None)
+        if theirs != ours:
+            raise CheckpointError(
+                f"the noise in the checkpoint has {name} {theirs!r}, but the run that it describes "
+                f"has {ours!r}; the checkpoint is damaged, or was made by another release"
+            )
+
+
+def resumed(mechanism: PrivateMechanism, plan: dict[str, Any], begun: int) -> PrivateMechanism:
+    """The mechanism of a checkpoint that has the same fingerprint."""
+    for name in ("noise_multiplier", "planned_steps"):
+        if name not in plan:
+            raise CheckpointError(f"the checkpoint's private state lacks its {name}")
+    return mechanism.resumed(plan["noise_multiplier"], plan["planned_steps"], begun)
+
+
+def name_of(optimizer: GradientTransformation) -> str:
+    """What an optimizer is called in a checkpoint."""
+    return str(getattr(optimizer, "name", "") or f"a TorchOpt {type(optimizer).__name__}")
+
+
+def check_version(saved: dict[str, Any]) -> None:
+    """Refuse the privacy record of another release."""
+    if saved.get("version") != VERSION:
+        raise CheckpointError(
+            f"the checkpoint's privacy record has version {saved.get('version')!r}, this release "
+            f"reads version {VERSION}"
+        )

@@ -1,0 +1,442 @@
+"""What was released after the last checkpoint is not forgotten when the process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from opake_lightning import CheckpointError, PoissonLoader, PrivacyBudget
+from opake_lightning.accounting import GaussianEvent, Ledger
+from opake_lightning.optimizers import adamw
+from opake_lightning.random import key
+from opake_lightning.scheduling import linear_schedule
+from opake_lightning.trainer._journal import Journal, Spending, recorded
+from tests.trainer.helpers import (
+    BATCH_SIZE,
+    N_EXAMPLES,
+    Net,
+    Points,
+    assert_same,
+    epsilon_after,
+    make_loader,
+    make_trainer,
+    plan,
+    snapshot,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+]
+
+EVENT = GaussianEvent(1.0, BATCH_SIZE / N_EXAMPLES)
+
+
+class Dies(pl.Callback):
+    """Ends the fit after some steps as a kill would: nothing more is saved."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.after:
+            raise RuntimeError("killed")
+
+
+class Tells(pl.Callback):
+    """Records ε and the count before the first step and after each one."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.counts.append(module.privacy_spent().n_steps)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.counts.append(module.privacy_spent().n_steps)
+
+
+def saver(path: Path, every: int = 3, **kwargs: Any) -> ModelCheckpoint:
+    kwargs = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": every, **kwargs}
+    return ModelCheckpoint(path, **kwargs)
+
+
+def fit(
+    net: Net, path: Path, *callbacks: Any, ckpt: Any = None, loader: Any = None, **trainer: Any
+):
+    fitter = make_trainer(path, callbacks=list(callbacks), **trainer)
+    fitter.fit(net, loader or make_loader(), ckpt_path=ckpt)
+    return fitter
+
+
+def killed(path: Path, after: int = 5, net: Net | None = None, **trainer: Any) -> Path:
+    """A run that saved after step 3, and died after step 5; its checkpoint."""
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(net or Net(), path, saver(path), Dies(after), **trainer)
+    return path / "step=3.ckpt"
+
+
+def record_of(path: Path) -> Path:
+    (file,) = path.glob("opake-*.steps")
+    return file
+
+
+# -- resuming the same plan -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", [{}, {"strategy": "auto"}], ids=["opake_ddp", "single_device"])
+def test_lost_steps_are_spent_at_once_and_not_twice(trainer, tmp_path):
+    def loader() -> Any:
+        return PoissonLoader(Points(), BATCH_SIZE) if trainer else make_loader()
+
+    ckpt = killed(tmp_path, loader=loader(), **trainer)
+    resumed, whole, tells = Net(), Net(), Tells()
+    end = fit(resumed, tmp_path, tells, ckpt=ckpt, loader=loader(), **trainer)
+    assert tells.counts == [5, 5, 5, 6, 7, 8]
+    other = tmp_path / "whole"
+    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, other)))
+    assert resumed.privacy_spent().epsilon == epsilon_after(8)
+
+
+def test_a_resume_that_dies_too_forgets_nothing(tmp_path):
+    ckpt = killed(tmp_path, after=7, net=Net())
+    ckpt.rename(tmp_path / "first.ckpt")
+    for _ in range(2):
+        net, tells = Net(), Tells()
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(net, tmp_path, tells, Dies(4), ckpt=tmp_path / "first.ckpt")
+        assert tells.counts[0] == net.privacy_spent().n_steps == 7
+        assert recorded(net._dp.journal.name, [tmp_path]).ledger.n_steps == 7
+
+
+def test_a_checkpoint_made_while_steps_are_repeated_knows_of_all(tmp_path):
+    """It may be taken to where the record is not."""
+    ckpt = killed(tmp_path, after=6)
+    elsewhere = tmp_path / "elsewhere"
+    fit(Net(), elsewhere, saver(elsewhere, every=1), ckpt=ckpt, max_steps=4, max_epochs=-1)
+    record_of(tmp_path).unlink()
+    record_of(elsewhere).unlink()
+    tells = Tells()
+    fit(Net(), elsewhere, tells, ckpt=elsewhere / "step=4.ckpt")
+    assert tells.counts == [6, 6, 6, 7, 8]
+    assert Net.load_from_checkpoint(elsewhere / "step=4.ckpt").privacy_spent().n_steps == 6
+
+
+def test_the_record_is_found_beside_other_checkpoints_of_the_trainer(tmp_path):
+    ckpt = killed(tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    moved = shutil.copy(ckpt, scratch / "a.ckpt")
+    for where in ({"default_root_dir": tmp_path}, {"callbacks": [saver(tmp_path)]}):
+        tells = Tells()
+        callbacks = [tells, *where.pop("callbacks", [])]
+        fit(Net(), scratch, *callbacks, ckpt=moved, **where)
+        assert tells.counts[0] >= 5
+        for file in scratch.glob("*.steps"):
+            file.unlink()
+
+
+def test_without_a_record_the_checkpoints_count_holds(tmp_path):
+    ckpt = killed(tmp_path)
+    record_of(tmp_path).unlink()
+    net, tells = Net(), Tells()
+    fit(net, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts == [3, 4, 5, 6, 7, 8]
+
+
+def test_the_module_itself_remembers_what_no_file_does(tmp_path):
+    net = Net()
+    ckpt = killed(tmp_path, net=net)
+    record_of(tmp_path).unlink()
+    tells = Tells()
+    fit(net, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts == [5, 5, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("budget", [5, 7])
+def test_a_budget_lets_steps_be_repeated_and_no_more(budget, tmp_path):
+    ckpt = killed(tmp_path)
+    net = Net()
+    fit(net, tmp_path, PrivacyBudget(epsilon_after(budget), 1e-5), ckpt=ckpt)
+    assert net._dp.made.n_steps == net.privacy_spent().n_steps == budget
+
+
+def test_an_overspent_budget_stops_at_once(tmp_path):
+    ckpt = killed(tmp_path)
+    net = Net()
+    fit(net, tmp_path, PrivacyBudget(epsilon_after(4), 1e-5), ckpt=ckpt)
+    assert net._dp.made.n_steps == 3
+    assert net.privacy_spent().n_steps == 5
+
+
+def test_repeated_steps_meet_a_target(tmp_path):
+    def net() -> Net:
+        return Net(plan(target_epsilon=3.0))
+
+    ckpt = killed(tmp_path, net=net())
+    resumed, whole = net(), net()
+    end = fit(resumed, tmp_path, ckpt=ckpt)
+    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, tmp_path / "whole")))
+    assert 2.97 < resumed.privacy_spent().epsilon <= 3.0
+
+
+# -- what would not be a repetition ---------------------------------------------------------------
+
+
+def test_another_learning_rate_would_meet_the_same_noise(tmp_path):
+    ckpt = killed(tmp_path)
+    schedule = linear_schedule(0.05, 0.01, transition_steps=6)
+    for rate in (0.01, schedule):
+        with pytest.raises(CheckpointError, match=r"made 2 more.*learning rate"):
+            fit(Net(optimizer=lambda rate=rate: adamw(rate)), tmp_path, ckpt=ckpt)
+    # Nothing was released after this one, so there is no noise to meet again.
+    fit(Net(), tmp_path, saver(tmp_path, every=1), ckpt=ckpt, max_steps=5, max_epochs=-1)
+    fit(Net(optimizer=lambda: adamw(0.01)), tmp_path, ckpt=tmp_path / "step=5.ckpt")
+
+
+def test_a_schedule_is_repeated_as_it_was(tmp_path):
+    def net() -> Net:
+        return Net(optimizer=lambda: adamw(linear_schedule(0.05, 0.01, transition_steps=6)))
+
+    ckpt = killed(tmp_path, net=net())
+    resumed = net()
+    fit(resumed, tmp_path, ckpt=ckpt)
+    assert resumed.privacy_spent().n_steps == 8
+
+
+def test_a_fork_counts_the_lost_steps_in_addition(tmp_path):
+    ckpt = killed(tmp_path)
+    net, tells = Net(plan(clipping_norm=2.0, on_changed_plan="fork")), Tells()
+    fit(net, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts == [5, 6, 7, 8, 9, 10]
+    assert net._dp.forks == (5,)
+    assert net._dp.state.noise.key != key(7)
+    assert net._dp.ledger == Ledger().spend(EVENT, 10)
+
+
+def test_a_fork_that_died_is_counted_by_the_next(tmp_path):
+    ckpt = killed(tmp_path)
+
+    def fork() -> Net:
+        return Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
+
+    for spent in (5, 7):
+        net, tells = fork(), Tells()
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
+        assert tells.counts == [spent, spent + 1, spent + 2]
+    assert net._dp.forks == (5, 7)
+    # And the unforked run is not there to go on with: its next steps are not those recorded.
+    with pytest.raises(CheckpointError, match="made 6 more"):
+        fit(Net(), tmp_path, ckpt=ckpt)
+
+
+def test_forks_are_in_the_public_record(tmp_path):
+    ckpt = killed(tmp_path)
+    net = Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
+    trainer = fit(net, tmp_path, ckpt=ckpt)
+    trainer.save_checkpoint(tmp_path / "public.ckpt", weights_only=True)
+    public = torch.load(tmp_path / "public.ckpt", weights_only=True)["opake_lightning"]
+    assert public["forks"] == [5]
+    assert public["ledger"] == {"segments": [[1.0, 0.25, 10]]}
+
+
+def test_a_fork_plans_for_what_is_left_of_the_target(tmp_path):
+    ckpt = killed(tmp_path, net=Net(plan(noise_multiplier=2.0)))
+    net = Net(plan(target_epsilon=4.0, on_changed_plan="fork"))
+    fit(net, tmp_path, ckpt=ckpt)
+    assert net.privacy_spent().n_steps == 5 + 5
+    assert 3.96 < net.privacy_spent().epsilon <= 4.0
+
+
+def test_steps_of_another_plan_after_the_checkpoint_are_not_repeated(tmp_path):
+    """The first fit's checkpoint and plan would come to the second fit's steps, and their noise."""
+    net = Net()
+    fit(net, tmp_path, saver(tmp_path), max_epochs=1)
+    net.privacy = plan(noise_multiplier=2.0)
+    fit(net, tmp_path, max_epochs=1)
+    with pytest.raises(CheckpointError, match="made 5 more"):
+        fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt", max_epochs=3)
+
+
+def test_a_second_fit_in_the_middle_of_repeated_steps_gets_a_new_key(tmp_path):
+    ckpt = killed(tmp_path)
+    net = Net()
+    fit(net, tmp_path, ckpt=ckpt, max_steps=4, max_epochs=-1)
+    assert (net._dp.made.n_steps, net.privacy_spent().n_steps) == (4, 5)
+    fit(net, tmp_path, max_epochs=1)
+    assert net._dp.state.noise.key != key(7)
+    assert net._dp.forks == (5,)
+    assert net._dp.made.n_steps == net.privacy_spent().n_steps == 9
+
+
+# -- load_from_checkpoint -------------------------------------------------------------------------
+
+
+def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(tmp_path):
+    ckpt = killed(tmp_path)
+    net, tells = Net.load_from_checkpoint(ckpt), Tells()
+    assert net.privacy_spent().n_steps == 3  # of these weights
+    fit(net, tmp_path, tells, max_epochs=1)
+    assert tells.counts == [5, 6, 7, 8, 9]
+
+
+def test_what_came_after_counts_towards_a_target(tmp_path):
+    ckpt = killed(tmp_path, net=Net(plan(noise_multiplier=2.0)))
+    net = Net.load_from_checkpoint(ckpt)
+    net.privacy = plan(target_epsilon=4.0)
+    fit(net, tmp_path, max_epochs=1)
+    assert net.privacy_spent().n_steps == 9
+    assert 3.96 < net.privacy_spent().epsilon <= 4.0
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def spending(n: int) -> Spending:
+    return Spending(Ledger().spend(EVENT, n), (), 0.1)
+
+
+class Fake:
+    spending = spending(0)
+
+
+def written(path: Path, n: int) -> tuple[Journal, Path]:
+    journal = Journal()
+    journal.keep_in(path, Fake)
+    for step in range(1, n + 1):
+        journal.record(spending(step))
+    return journal, record_of(path)
+
+
+def test_the_record_tells_no_secret(tmp_path):
+    net = Net()
+    killed(tmp_path, net=net)
+    content, rng = record_of(tmp_path).read_bytes(), net._dp.state.noise.key
+    forms = [rng.hex().encode(), *(rng.bits.to_bytes(16, order) for order in ("big", "little"))]
+    assert not any(form in content for form in forms)
+    lines = [line.split(b" ", 1)[1] for line in content.split(b"\n") if b"{" in line]
+    expected = {"ledger": {"segments": [[1.0, 0.25, 5]]}, "forks": [], "rate": 0.05}
+    assert expected in [json.loads(line) for line in lines]
+
+
+def test_the_file_does_not_grow(tmp_path):
+    _, file = written(tmp_path, 3000)
+    assert file.stat().st_size == 1024
+    assert recorded(file.stem.removeprefix("opake-"), [tmp_path]) == spending(3000)
+
+
+def test_a_ledger_that_outgrows_its_place_gets_a_larger_one(tmp_path):
+    journal, file = written(tmp_path, 3)
+    ledger = Ledger()
+    for n in range(4, 40):
+        ledger = ledger.spend(GaussianEvent(1.0 + n / 10, 0.123456789), n)
+        journal.record(Spending(ledger, tuple(range(n)), 0.1))
+        assert recorded(journal.name, [tmp_path]) == Spending(ledger, tuple(range(n)), 0.1)
+    assert file.stat().st_size > 1024
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("n", [6, 7])
+def test_a_damaged_line_leaves_the_one_before(n, slot, tmp_path):
+    journal, file = written(tmp_path, n)
+    content = bytearray(file.read_bytes())
+    content[slot * 512 + 20] ^= 4
+    file.write_bytes(content)
+    assert recorded(journal.name, [tmp_path]).ledger.n_steps in (n, n - 1)
+
+
+def test_a_file_that_was_cut_off_tells_what_is_left(tmp_path):
+    journal, file = written(tmp_path, 6)
+    content = file.read_bytes()
+    for size in (1023, 700, 512, 300):
+        file.write_bytes(content[:size])
+        assert recorded(journal.name, [tmp_path]).ledger.n_steps in (5, 6)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"garbage\n" * 100, b"00000000 {}\n"])
+def test_garbage_is_no_count(content, tmp_path):
+    ckpt = killed(tmp_path)
+    record_of(tmp_path).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
+        fit(Net(), tmp_path, ckpt=ckpt)
+    with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
+        Net.load_from_checkpoint(ckpt)
+
+
+def test_a_name_leads_nowhere_else(tmp_path):
+    with pytest.raises(CheckpointError, match="no name of a run"):
+        recorded("../../etc/passwd", [tmp_path])
+
+
+def test_no_checkpoint_no_file(tmp_path):
+    fit(Net(), tmp_path)
+    assert not list(tmp_path.iterdir())
+    fit(Net(), tmp_path, saver(tmp_path, every=2, save_weights_only=True))
+    assert not list(tmp_path.glob("*.steps"))
+
+
+def test_a_checkpoint_directory_that_was_deleted_stops_nothing(tmp_path):
+    class Deletes(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                shutil.rmtree(tmp_path / "a")
+
+    net = Net()
+    fit(net, tmp_path, saver(tmp_path / "a", every=3, save_top_k=1), Deletes(), max_epochs=1)
+    assert net.privacy_spent().n_steps == 4
+
+
+def test_a_step_that_cannot_be_recorded_is_not_applied(tmp_path, monkeypatch):
+    net, weights = Net(), {}
+
+    class Breaks(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                weights.update({n: p.detach().clone() for n, p in net.named_parameters()})
+
+                def pwrite(*args: Any) -> int:
+                    raise OSError(5, "Input/output error")
+
+                monkeypatch.setattr(os, "pwrite", pwrite)
+
+    with pytest.raises(CheckpointError, match="cannot be recorded"):
+        fit(net, tmp_path, saver(tmp_path), Breaks())
+    monkeypatch.undo()
+    torch.testing.assert_close(dict(net.named_parameters()), weights, rtol=0, atol=0)
+    assert net.privacy_spent().n_steps == 5  # counted all the same
+    end = fit(resumed := Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    assert_same(snapshot(resumed, end), snapshot(whole := Net(), fit(whole, tmp_path / "whole")))
+
+
+def test_a_record_costs_little(tmp_path):
+    journal, _ = written(tmp_path, 10)
+    best = min(_microseconds(journal) for _ in range(5))
+    assert best < 50
+
+
+def _microseconds(journal: Journal) -> float:
+    since, value = time.perf_counter(), spending(100)
+    for _ in range(500):
+        journal.record(value)
+    return (time.perf_counter() - since) / 500 * 1e6
+
+
+def test_files_are_closed(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for n in range(3):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            written(folder, 3)
+    assert len(os.listdir("/proc/self/fd")) == before
