@@ -7,6 +7,11 @@ derivation gives the same stream in any process, in any order, after any number 
 On the CPU noise comes from a cryptographic keystream (:mod:`opake_lightning._normal`), so nothing
 that is released tells what was, or will be, added elsewhere. On CUDA it comes from Philox, which is
 fast, passes statistical tests and is not cryptographic.
+
+A key comes from the operating system (:func:`fresh_key`); from a file that only its owner can read
+(:func:`write_key_file`, :func:`key_from_file`) or from the environment
+(:func:`key_from_environment`), so that it can be kept apart from the checkpoints, with a plan's
+``key_in_checkpoint=False``; or, to reproduce a run, from a number (:func:`key`).
 """
 
 from __future__ import annotations
@@ -16,11 +21,14 @@ import math
 import os
 import random as _python_random
 import secrets
+import stat
+import string
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +37,7 @@ from torch import Tensor
 
 from opake_lightning import _check
 from opake_lightning._normal import BLOCK, fill_normal
+from opake_lightning.errors import PrivacyError
 
 __all__ = [
     "RngKey",
@@ -38,13 +47,17 @@ __all__ = [
     "fresh_key",
     "generator",
     "key",
+    "key_from_environment",
+    "key_from_file",
     "seeded",
     "split",
     "visit_normals",
     "words",
+    "write_key_file",
 ]
 
 _BITS = 128
+_DIGITS = frozenset(string.hexdigits)
 # Elements that one thread works on at a time: of more, torch would share out the work to further
 # threads.
 _PIECE = 1 << 14
@@ -76,13 +89,33 @@ class RngKey:
         return "RngKey(<secret>)"
 
     def hex(self) -> str:
-        """The key as 32 hexadecimal digits, for a checkpoint."""
+        """The key as 32 hexadecimal digits, for a checkpoint or a key file. Secret."""
         return f"{self.bits:032x}"
 
     @classmethod
     def from_hex(cls, digits: str) -> RngKey:
-        """The key that :meth:`hex` wrote."""
+        """The key that :meth:`hex` wrote.
+
+        Raises:
+            ValueError: If ``digits`` are not 32 hexadecimal digits; does not repeat them.
+        """
+        if len(digits) != _BITS // 4 or not _DIGITS.issuperset(digits):
+            raise ValueError(
+                f"a key is written as {_BITS // 4} hexadecimal digits, but {len(digits)} characters"
+                " were found, or others than these"
+            )
         return cls(int(digits, 16))
+
+    def digest(self) -> str:
+        """32 hexadecimal digits that tell keys apart; public.
+
+        They do not help to find a key that cannot be guessed. Of one that can, such as ``key(7)``,
+        they tell who guesses that it was right.
+
+        >>> key(7).digest() == key(7).digest() != key(8).digest()
+        True
+        """
+        return fold_in(self, "fingerprint").hex()
 
 
 def key(seed: int) -> RngKey:
@@ -101,6 +134,77 @@ def key(seed: int) -> RngKey:
 def fresh_key() -> RngKey:
     """A key from 128 bits of operating-system entropy."""
     return RngKey(secrets.randbits(_BITS))
+
+
+def write_key_file(path: str | os.PathLike[str]) -> None:
+    """Write a new key, from the operating system's entropy, to a file that only its owner can read.
+
+    Keep a copy where the checkpoints are not: without the key, a run that was trained with
+    ``key_in_checkpoint=False`` cannot be resumed.
+
+    Args:
+        path: The file to make; it must not be there yet, because overwriting a key would make
+            every checkpoint that needs it useless.
+
+    Raises:
+        FileExistsError: If there is something at ``path``.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(f"{fresh_key().hex()}\n")
+        file.flush()
+        os.fsync(descriptor)
+
+
+def key_from_file(path: str | os.PathLike[str]) -> RngKey:
+    """The key in a file, such as :func:`write_key_file` makes.
+
+    Guarantee: no part of the file's content is in an error message.
+
+    Args:
+        path: A file of 32 hexadecimal digits, which only its owner may read (mode 0600 or 0400).
+
+    Raises:
+        PrivacyError: If others may read or write the file.
+        ValueError: If it does not hold a key.
+    """
+    with Path(path).open("rb") as file:
+        # Of the file that was opened, not of what may lie at the path by now.
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if os.name == "posix" and mode & 0o077:
+            raise PrivacyError(
+                f"the key file {path} has mode {mode:04o}, so others than its owner may read it or "
+                "write to it; if nobody has, run chmod 600 on it, else make another key with "
+                "random.write_key_file"
+            )
+        return _key_in(file.read(1 << 10), f"the key file {path}")
+
+
+def key_from_environment(name: str) -> RngKey:
+    """The key in an environment variable, for where secrets are handed over like that.
+
+    Every process that this one starts gets the variable, too, as ranks must. Other programs that
+    run as the same user can read it, and some experiment trackers store the whole environment: a
+    file is safer.
+
+    Args:
+        name: The variable's name; its value is 32 hexadecimal digits.
+
+    Raises:
+        PrivacyError: If the variable is not set.
+        ValueError: If it does not hold a key; does not repeat what it holds.
+
+    >>> key_from_environment("NO_SUCH_KEY")
+    Traceback (most recent call last):
+    opake_lightning.errors.PrivacyError: the environment variable NO_SUCH_KEY is not set; ...
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise PrivacyError(
+            f"the environment variable {name} is not set; it must hold the run's key, on every "
+            "machine and rank: 32 hexadecimal digits, as random.write_key_file writes them"
+        )
+    return _key_in(os.fsencode(value), f"the environment variable {name}")
 
 
 def fold_in(rng: RngKey, data: int | str) -> RngKey:
@@ -321,6 +425,15 @@ def _workers(process: int, threads: int) -> ThreadPoolExecutor:
     """Threads that wait for the next draw; those of a parent process are not there in its fork."""
     del process
     return ThreadPoolExecutor(threads, thread_name_prefix="opake_lightning_noise")
+
+
+def _key_in(content: bytes, where: str) -> RngKey:
+    try:
+        return RngKey.from_hex(content.decode("latin-1").strip())
+    except ValueError as error:
+        raise ValueError(
+            f"{where} holds no key: {error}; make one with random.write_key_file"
+        ) from None
 
 
 def _digest(tag: bytes, rng: bytes, data: int | str) -> int:

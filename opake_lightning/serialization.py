@@ -23,7 +23,7 @@ from torch import Tensor
 from opake_lightning.errors import CheckpointError
 from opake_lightning.random import RngKey
 
-__all__ = ["Plain", "from_state_dict", "state_dict"]
+__all__ = ["Plain", "from_state_dict", "key_paths", "state_dict"]
 
 Plain: TypeAlias = Tensor | int | float | bool | str | None
 
@@ -31,7 +31,7 @@ Plain: TypeAlias = Tensor | int | float | bool | str | None
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def state_dict(state: Any) -> dict[str, Plain]:
+def state_dict(state: Any, *, keys: bool = True) -> dict[str, Plain]:
     """Flatten ``state`` into a dictionary from path to value.
 
     Tensors are copied, so the dictionary does not change when training goes on in place, and saving
@@ -39,6 +39,8 @@ def state_dict(state: Any) -> dict[str, Plain]:
 
     Args:
         state: Nested dataclasses and pytree containers of tensors and plain values.
+        keys: False leaves every key out, to be kept elsewhere. What a mechanism remembers of its
+            noise is as secret as the key, and stays.
 
     Returns:
         A flat dictionary. A key appears as 32 hexadecimal digits: whoever reads the dictionary of a
@@ -55,7 +57,8 @@ def state_dict(state: Any) -> dict[str, Plain]:
         if path in flat:
             raise ValueError(f"two parts of the state have the path {path!r}; rename one of them")
         if isinstance(leaf, RngKey):
-            flat[path] = leaf.hex()
+            if keys:
+                flat[path] = leaf.hex()
         elif isinstance(leaf, Tensor):
             flat[path] = leaf.detach().clone()
         elif type(leaf) in _PLAIN:
@@ -66,6 +69,17 @@ def state_dict(state: Any) -> dict[str, Plain]:
                 "numbers, strings, None and keys, in dataclasses and pytree containers"
             )
     return flat
+
+
+def key_paths(state: Any) -> list[str]:
+    """Where the keys of ``state`` are in its dictionary.
+
+    >>> from opake_lightning.random import key
+    >>> key_paths({"noise": {"key": key(7), "step": 0}})
+    ['noise/key']
+    """
+    leaves = _leaves(state, "", critical=False)
+    return [path for path, leaf, _ in leaves if isinstance(leaf, RngKey)]
 
 
 def from_state_dict(template: Any, flat: Mapping[str, Plain], *, strict: bool = False) -> Any:

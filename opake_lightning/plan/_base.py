@@ -21,7 +21,7 @@ from opake_lightning.dpsgd.clipping._rule import Rule, bounds_of, check_steps, r
 from opake_lightning.dpsgd.sampling import rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
-from opake_lightning.random import RngKey, fold_in
+from opake_lightning.random import RngKey
 from opake_lightning.scheduling import Schedule
 from opake_lightning.step import Step
 from opake_lightning.types import PerGroup
@@ -43,6 +43,7 @@ class PrivatePlan(ABC):
     engine: Engine = "auto"
     key: RngKey | None = None
     on_changed_plan: Literal["refuse", "fork"] = "refuse"
+    key_in_checkpoint: bool = True
 
     private: ClassVar[bool] = True
     # Whether the noise is made for a number of steps that must be known when the run begins.
@@ -77,6 +78,16 @@ class PrivatePlan(ABC):
                 raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
         if self.key is not None and not isinstance(self.key, RngKey):
             raise TypeError(f"key must be None or an RngKey (random.key(7)), got {self.key!r}")
+        if not isinstance(self.key_in_checkpoint, bool):
+            raise TypeError(
+                f"key_in_checkpoint must be True or False, got {self.key_in_checkpoint!r}"
+            )
+        if self.key is None and not self.key_in_checkpoint:
+            raise PrivacyError(
+                "key_in_checkpoint=False needs a key that is kept elsewhere, or no checkpoint "
+                "could be resumed; make one with random.write_key_file(path), and give "
+                "key=random.key_from_file(path)"
+            )
 
     @abstractmethod
     def drawing(self, n_examples: int, batch_size: int) -> str:
@@ -252,7 +263,7 @@ class PrivateMechanism(ABC):
             "n_examples": self.n_examples,
             "batch_size": self.batch_size,
             "planned_steps": self._whole_fit,
-            "key": None if key is None else fold_in(key, "fingerprint").hex(),
+            "key": None if key is None else key.digest(),
             **self.told(),
         }
 

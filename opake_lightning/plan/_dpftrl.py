@@ -74,6 +74,10 @@ class DPFTRL(PrivatePlan):
         engine: As in :class:`DPSGD`.
         key: As in :class:`DPSGD`.
         on_changed_plan: As in :class:`DPSGD`; a fork begins a new horizon.
+        key_in_checkpoint: As in :class:`DPSGD`. False is for strategies whose earlier noise can be
+            drawn again from the key: ``identity_strategy``, ``lambda_cgd_strategy``,
+            ``bisr_strategy``, which then takes as many draws a step as its bandwidth. All others
+            keep past noise in the checkpoint, which is as secret as the key.
 
     Raises:
         PrivacyError: If noise, sampling and accounting would not agree.
@@ -119,6 +123,8 @@ class DPFTRL(PrivatePlan):
                 "clipping_norm, or use DPSGD with adaptive"
             )
         _check_pairing(self)
+        if not self.key_in_checkpoint:
+            _check_memory(self)
 
     @property
     def sampling_used(self) -> Sampling:
@@ -212,6 +218,19 @@ def _check_pairing(plan: DPFTRL) -> None:
             "known for squares with another; use second_moment_strategy=strategy, or "
             "sampling='cyclic_poisson' or 'fixed_partition'"
         )
+
+
+def _check_memory(plan: DPFTRL) -> None:
+    """Refuse strategies that would leave in a checkpoint what is as secret as the key."""
+    for strategy in (plan.strategy, plan.second_moment_strategy):
+        if strategy is not None and strategy.past_draws is None:
+            raise PrivacyError(
+                f"key_in_checkpoint=False with {strategy.describe()}: its noise depends on that of "
+                "all steps before, which a checkpoint has to hold, and whoever reads it can "
+                "subtract it. Use a strategy whose earlier noise is drawn again from the key "
+                "(lambda_cgd_strategy, bisr_strategy, identity_strategy), or leave "
+                "key_in_checkpoint=True and keep the checkpoints secret"
+            )
 
 
 def _bands(*strategies: Strategy | None) -> int | None:

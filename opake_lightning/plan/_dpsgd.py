@@ -55,10 +55,15 @@ class DPSGD(PrivatePlan):
             reproduces a run, and protects nobody from someone who knows the 7.
         on_changed_plan: What resuming a checkpoint of another plan does: ``"refuse"``, or
             ``"fork"``, which goes on with a new key, so that no noise is used for two gradients.
+        key_in_checkpoint: False leaves all keys out of checkpoints, which then need ``key`` to be
+            resumed, and do not tell what the noise was without it; they hold a digest of the key,
+            and are refused with another one. One such key will do for many runs: each that starts
+            anew has noise of its own, which its checkpoints, with the key, lead back to.
 
     Raises:
         PrivacyError: If not exactly one of ``noise_multiplier`` and ``target_epsilon`` is given,
-            ``clipping_norm`` is not finite, or the counts of ``adaptive`` would cost more than σ.
+            ``clipping_norm`` is not finite, the counts of ``adaptive`` would cost more than σ, or
+            ``key_in_checkpoint=False`` comes without a key.
         ValueError: If a number is out of range.
 
     >>> DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5).target_epsilon

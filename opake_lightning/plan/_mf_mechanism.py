@@ -188,6 +188,20 @@ class MFMechanism(PrivateMechanism):
         }
 
     @override
+    def fingerprint(self) -> PlainDict:
+        """As of every plan, and how the noise is remembered, unless it is as usual."""
+        # Drawn again, it is summed in another order: the last digits differ.
+        again = {"noise_memory": "regenerate"} if self._draws_again else {}
+        return {**PrivateMechanism.fingerprint(self), **again}
+
+    @property
+    def _draws_again(self) -> bool:
+        """Whether more than the draw before is drawn again from the key, not to be stored."""
+        strategies = (self.plan.strategy, self.plan.second_moment_strategy)
+        draws = [s.past_draws or 0 for s in strategies if s is not None]
+        return not self.plan.key_in_checkpoint and max(draws) > 1
+
+    @override
     def rows(self) -> list[tuple[str, str]]:
         """What the start-up lines say of sampling and noise."""
         second = self.second_moment_strategy
@@ -263,6 +277,7 @@ class MFMechanism(PrivateMechanism):
             min_sep=self.min_sep,
             max_participations=self.max_participations,
             second_moment_strategy=second,
+            memory="regenerate" if self._draws_again else "auto",
             start=self.start,
         )
         return Step(grad_fn, noise_fn, optimizer, ClipState(), noise_state)

@@ -27,6 +27,7 @@ class NonPrivate:
     target_delta: ClassVar[float] = 1e-5
     private: ClassVar[bool] = False
     key: ClassVar[None] = None
+    key_in_checkpoint: ClassVar[bool] = True  # there is no noise that it could give away
     on_changed_plan: ClassVar[str] = "refuse"
     noise_multiplier: ClassVar[float] = 0.0
 

@@ -151,14 +151,23 @@ class Journal:
                         "applied; see to the disk and resume from the last checkpoint"
                     ) from error
 
+    @property
+    def directories(self) -> list[Path]:
+        """Where the record is kept."""
+        return list(self._files)
+
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens the files for itself."""
-        return {"name": self.name, "directories": list(self._files)}
+        return {"name": self.name, "directories": self.directories}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        """Go on in the same directories, as far as they can be written."""
+        """Undo :meth:`__getstate__`."""
         self.__init__(kept["name"])
-        for directory in kept["directories"]:
+        self.go_on_in(kept["directories"])
+
+    def go_on_in(self, directories: Iterable[Path]) -> None:
+        """Go on in directories where a record is, as far as they can be written."""
+        for directory in directories:
             try:
                 file = _File(directory / file_name(self.name), Spending())
             except OSError:

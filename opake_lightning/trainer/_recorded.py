@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from opake_lightning.accounting import Ledger
-from opake_lightning.distributed import rank, world_size
+from opake_lightning.distributed import rank
 from opake_lightning.errors import CheckpointError
-from opake_lightning.random import RngKey, fold_in
+from opake_lightning.random import RngKey
 from opake_lightning.trainer._journal import Journal, Spending, later, most_recorded, recorded
+from opake_lightning.trainer._keys import common_token, derived
 
 __all__ = ["Recorded", "refuse_to_repeat"]
 
@@ -30,6 +29,7 @@ class Recorded:
         forks: After how many steps the run was given a new key, each time.
         journal: The record of releases beside the checkpoints.
         directories: Where to look for the record of a checkpoint that is about to be resumed.
+        words: What was folded into the plan's key, to come to the one that is used; public.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,6 +37,7 @@ class Recorded:
         self.forks: tuple[int, ...] = ()
         self.journal = Journal()
         self.directories: list[Path] = []
+        self.words: tuple[str, ...] = ()
         # What was released after the checkpoint that the module was loaded from.
         self._since: Spending | None = None
         # Learning rate of the last step in the ledger.
@@ -75,7 +76,9 @@ class Recorded:
     def fork(self, key: RngKey) -> RngKey:
         """A new key for a run that goes on otherwise; all that is recorded counts in addition."""
         self.made, self.forks = self.ledger, (*self.forks, self.ledger.n_steps)
-        return fold_in(fold_in(key, f"fork {len(self.forks)}"), _common_token())
+        words = f"fork {len(self.forks)}", common_token()
+        self.words = (*self.words, *words)
+        return derived(key, words)
 
     def go_on_recording(self) -> None:
         """Record the coming releases where the next resume will look for them."""
@@ -103,11 +106,3 @@ def refuse_to_repeat(made: int, after: int) -> NoReturn:
         'gradients. Resume from a later checkpoint, or set on_changed_plan="fork" to go on with a '
         "new key"
     )
-
-
-def _common_token() -> str:
-    """Something never seen before, the same on all ranks."""
-    token = [secrets.token_hex(16)]
-    if world_size() > 1:
-        dist.broadcast_object_list(token)
-    return token[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,21 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from opake_lightning.errors import CheckpointError, PrivacyError
+from opake_lightning.errors import PrivacyError
+from opake_lightning.random import RngKey
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.strategy import OpakeDDP
 
-__all__ = ["check_loader", "check_module", "check_trainer", "check_weights", "is_mixing"]
+__all__ = [
+    "check_hyperparameters",
+    "check_loader",
+    "check_module",
+    "check_trainer",
+    "is_mixing",
+]
 
 _CALLBACKS: dict[type[pl.Callback], str] = {
     LearningRateFinder: (
@@ -183,6 +191,41 @@ def is_mixing(module: nn.Module) -> bool:
     return False
 
 
+def check_hyperparameters(owner: Any, key: RngKey | None) -> None:
+    """Refuse hyperparameters with a key in them: loggers and all checkpoints write them out.
+
+    Args:
+        owner: A module or data module; None is neither.
+        key: The plan's key, if it names one, to know it in whatever form it is there.
+
+    Raises:
+        PrivacyError: Naming the hyperparameter and what to do instead.
+    """
+    for name, value in dict(getattr(owner, "hparams", {})).items():
+        if _holds_key(value, key):
+            raise PrivacyError(
+                f"hyperparameter {name} of {type(owner).__name__} holds the run's key, and "
+                "hyperparameters go to loggers and into every checkpoint; leave it out with "
+                f"self.save_hyperparameters(ignore=[{name!r}])"
+            )
+
+
+def _holds_key(value: Any, key: RngKey | None) -> bool:
+    if isinstance(value, RngKey):
+        return True
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_holds_key(getattr(value, f.name), key) for f in dataclasses.fields(value))
+    if isinstance(value, dict):
+        return any(_holds_key(child, key) for pair in value.items() for child in pair)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_key(child, key) for child in value)
+    if key is None:
+        return False
+    if isinstance(value, str):
+        return value.strip().lower() in (key.hex(), str(key.bits))
+    return isinstance(value, int) and value == key.bits
+
+
 def check_loader(loader: Any) -> PoissonLoader:
     """The training loader, if it is one Poisson loader.
 
@@ -206,23 +249,3 @@ def check_loader(loader: Any) -> PoissonLoader:
         " draws; either use Trainer(strategy=OpakeDDP()), which converts it, or pass "
         "PoissonLoader(dataset, batch_size=...) instead"
     )
-
-
-def check_weights(module: nn.Module, params: dict[str, Tensor], loaded: dict[str, Any]) -> None:
-    """Refuse a checkpoint without some trained weights, which ``strict_loading=False`` lets pass.
-
-    Raises:
-        CheckpointError: If a trained weight of ``module`` is not among ``loaded``.
-    """
-    names: dict[int, list[str]] = {}
-    for name, value in module.state_dict().items():
-        if isinstance(value, Tensor):
-            names.setdefault(value.data_ptr(), []).append(name)
-    known = {name: names.get(param.data_ptr(), []) for name, param in params.items()}
-    missing = [n for n, places in known.items() if places and not loaded.keys() & set(places)]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks trained weights: {', '.join(missing)}; the run would go on from "
-            "others, with the checkpoint's optimizer state and ledger. Save them with it, or start "
-            "a new run with load_from_checkpoint"
-        )

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opake_lightning.accounting import Ledger
 from opake_lightning.dpsgd.clipping import AdaptiveClipState, ClipState
 from opake_lightning.errors import CheckpointError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import PrivateMechanism
-from opake_lightning.random import RngKey
 from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.step import StepState
 
 __all__ = [
     "VERSION",
+    "Flat",
     "adopted",
     "anew",
+    "check_complete",
     "check_version",
+    "check_weights",
     "clipping_from",
-    "key_in",
     "name_of",
     "require_own",
     "resumed",
+    "unfolded",
     "write_weights",
 ]
 
 VERSION = 1
+_NEEDED = {
+    *("ledger", "released", "forks", "journal", "begun", "plan", "fingerprint", "optimizer"),
+    *("state", "words", "key_digest", "holds_keys", "training_weights"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state from another process, as a flat dictionary, until a template of it is there."""
+
+    values: dict[str, Any]
 
 
 def write_weights(params: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
@@ -42,10 +55,20 @@ def write_weights(params: dict[str, Tensor], weights: dict[str, Tensor]) -> None
 
 def adopted(template: Any, before: Any) -> Any:
     """Optimizer state ``before``, copied, if it fits ``template``; else ``template``."""
+    values = before.values if isinstance(before, Flat) else state_dict(before)
     try:
-        return from_state_dict(template, state_dict(before), strict=True)
+        return from_state_dict(template, values, strict=True)
     except CheckpointError:
         return template
+
+
+def unfolded(before: StepState, fresh: StepState) -> StepState:
+    """``before`` with what is :class:`Flat` as ``fresh`` is made, if it is the same."""
+    clip = adopted(fresh.clip, before.clip) if isinstance(before.clip, Flat) else before.clip
+    optimizer = before.optimizer
+    if isinstance(optimizer, Flat):
+        optimizer = adopted(fresh.optimizer, optimizer)
+    return replace(before, clip=clip, optimizer=optimizer)
 
 
 def clipping_from(before: Any, fresh: Any) -> Any:
@@ -63,13 +86,6 @@ def anew(part: str, values: dict[str, Any], fresh: StepState) -> dict[str, Any]:
     kept = {path: v for path, v in values.items() if path.partition("/")[0] != part}
     begin = {path: v for path, v in state_dict(fresh).items() if path.partition("/")[0] == part}
     return {**kept, **begin}
-
-
-def key_in(values: dict[str, Any]) -> RngKey:
-    """The key of a saved state, whatever its noise is like."""
-    found = {path: value for path, value in values.items() if path == "noise/key"}
-    template = {"noise": {"key": RngKey(0)}}
-    return from_state_dict(template, found, strict=True)["noise"]["key"]
 
 
 def require_own(state: Any, fresh: Any, made: Ledger) -> None:
@@ -96,9 +112,36 @@ def resumed(mechanism: PrivateMechanism, plan: dict[str, Any], begun: int) -> Pr
     return mechanism.resumed(plan["noise_multiplier"], plan["planned_steps"], begun)
 
 
+def check_weights(module: nn.Module, params: dict[str, Tensor], loaded: dict[str, Any]) -> None:
+    """Refuse a checkpoint without some trained weights, which ``strict_loading=False`` lets pass.
+
+    Raises:
+        CheckpointError: If a trained weight of ``module`` is not among ``loaded``.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            names.setdefault(value.data_ptr(), []).append(name)
+    known = {name: names.get(param.data_ptr(), []) for name, param in params.items()}
+    missing = [n for n, places in known.items() if places and not loaded.keys() & set(places)]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks trained weights: {', '.join(missing)}; the run would go on from "
+            "others, with the checkpoint's optimizer state and ledger. Save them with it, or start "
+            "a new run with load_from_checkpoint"
+        )
+
+
 def name_of(optimizer: GradientTransformation) -> str:
     """What an optimizer is called in a checkpoint."""
     return str(getattr(optimizer, "name", "") or f"a TorchOpt {type(optimizer).__name__}")
+
+
+def check_complete(saved: dict[str, Any]) -> None:
+    """Refuse the private state of another release, or one of which a part is missing."""
+    check_version(saved)
+    if missing := _NEEDED - saved.keys():
+        raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
 
 
 def check_version(saved: dict[str, Any]) -> None:

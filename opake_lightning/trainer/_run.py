@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,23 +20,33 @@ from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
 from opake_lightning.optimizers.types import ScheduleFreeState
 from opake_lightning.plan import NonPrivate, PrivateMechanism
-from opake_lightning.random import RngKey, fold_in, fresh_key
-from opake_lightning.serialization import from_state_dict, state_dict
+from opake_lightning.random import RngKey, fold_in
+from opake_lightning.serialization import from_state_dict
 from opake_lightning.step import Step, StepState
+from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
 from opake_lightning.trainer._diagnostics import Diagnostics
 from opake_lightning.trainer._journal import Journal, Spending
+from opake_lightning.trainer._keys import (
+    derived,
+    first_words,
+    key_of,
+    on_key_of,
+    record_of,
+    with_keys,
+)
 from opake_lightning.trainer._recorded import Recorded, refuse_to_repeat
-from opake_lightning.trainer._refusals import check_weights
 from opake_lightning.trainer._restored import (
     VERSION,
     adopted,
     anew,
+    check_complete,
     check_version,
+    check_weights,
     clipping_from,
-    key_in,
     name_of,
     require_own,
     resumed,
+    unfolded,
     write_weights,
 )
 from opake_lightning.trainer._together import require_same_checkpoint
@@ -115,13 +124,14 @@ class Run(Recorded):
         Streams go on where the ledger is, so that no step of any fit has those of another; noise
         that is correlated begins anew.
         """
-        if self._lineage:
-            key = fold_in(key, self._lineage)
         # One after the other in memory, parameters are updated in one operation.
         seat(params)
         before, name = self.state, self._optimizer_name
         if before is None:
-            self.journal = Journal()
+            self.journal, self.words = Journal(), first_words(mechanism, self._lineage)
+            key = derived(key, self.words)
+        else:
+            before, self.words = on_key_of(mechanism, key, before, self.words)
         clipping = self.plan.get("clipping_norm")
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._steps_left = steps_left
@@ -136,6 +146,7 @@ class Run(Recorded):
         fresh = step.init(params)
         fresh = replace(fresh, noise=replace(fresh.noise, step=self.made.n_steps))
         if before is not None:
+            before = self.state = unfolded(before, fresh)
             if clipping == self.plan.get("clipping_norm"):
                 fresh = replace(fresh, clip=clipping_from(before.clip, fresh.clip))
             if name == self._optimizer_name and self._find_training_weights():
@@ -305,7 +316,9 @@ class Run(Recorded):
     # -- saving and resuming --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs, as tensors and plain values. Secret: it holds the key.
+        """Everything that resuming needs, as tensors and plain values.
+
+        Secret: it holds the key, unless the plan says ``key_in_checkpoint=False``.
 
         Raises:
             CheckpointError: If the last step was interrupted where it cannot go on from.
@@ -323,7 +336,7 @@ class Run(Recorded):
             "fingerprint": self.mechanism.fingerprint(),
             "optimizer": self._optimizer_name,
             "begun": self.begun,
-            "state": state_dict(self.state),
+            **record_of(self.state, self.words, keys=self._plan.key_in_checkpoint),
             "training_weights": self._training_weights(),
         }
 
@@ -368,16 +381,13 @@ class Run(Recorded):
         """As :meth:`resume`, for the run without the weights."""
         assert self.mechanism is not None
         assert self.state is not None
-        check_version(saved)
-        needed = ("ledger", "fingerprint", "optimizer", "begun", "state", "plan")
-        missing = {*needed, "training_weights", "released", "forks", "journal"} - saved.keys()
-        if missing:
-            raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
-        forked, mechanism, values = self._compare(saved), self.mechanism, saved["state"]
+        check_complete(saved)
+        forked, mechanism = self._compare(saved), self.mechanism
+        key = key_of(saved, self._plan, forked=forked)
+        values = with_keys(saved, self.state, key)
         clipping = mechanism.fingerprint().get("clipping_norm")
         if saved["fingerprint"].get("clipping_norm") != clipping:
             values = anew("clip", values, self.state)
-        key = key_in(values)
         if forked:
             values = anew("noise", values, self.state)
         state = from_state_dict(self.state, values, strict=True)
@@ -394,7 +404,7 @@ class Run(Recorded):
         if not forked:
             require_own(state.noise, step.noise_state, made)
         self.adopt(known)
-        self.made, self.journal = made, journal
+        self.made, self.journal, self.words = made, journal, tuple(saved["words"])
         if forked:
             begun = known.ledger.n_steps
             state = replace(state, noise=replace(step.noise_state, key=self.fork(key), step=begun))
@@ -445,7 +455,8 @@ class Run(Recorded):
         if self._may_fork():
             return True
         told = [
-            "key" if k == "key" else f"{k} (checkpoint {theirs.get(k)!r}, now {ours.get(k)!r})"
+            f"{'the digest of the key' if k == 'key' else k} "
+            f"(checkpoint {theirs.get(k)!r}, now {ours.get(k)!r})"
             for k in differ
         ]
         raise CheckpointError(
@@ -455,35 +466,35 @@ class Run(Recorded):
         )
 
     def _may_fork(self) -> bool:
-        plan: Any = getattr(self.mechanism, "plan", self.mechanism)
-        return plan.on_changed_plan == "fork"
+        return self._plan.on_changed_plan == "fork"
+
+    @property
+    def _plan(self) -> Any:
+        return getattr(self.mechanism, "plan", self.mechanism)
 
     # -- copies ---------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         """A copy that goes on with its own key: two modules must not use the same noise."""
-        copy = Run(self.ledger, dict(self.plan), lineage=secrets.token_hex(16))
-        copy._optimizer_name, copy.forks = self._optimizer_name, self.forks
-        copy._since = self._since
-        if self.state is not None:
-            # Buffers of correlated noise stay behind: the copy's next fit begins a new horizon.
-            key = fold_in(fresh_key(), self.state.noise.key.hex())
-            noise = NoiseState(key, self.state.noise.step)
-            template = replace(self.state, noise=noise)
-            copy.state = replace(
-                template, optimizer=adopted(self.state.optimizer, self.state.optimizer)
-            )
-        copy._parked = None if self._parked is None else dict(self._parked)
-        memo[id(self)] = copy
+        memo[id(self)] = copy = copied(self)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
         kept = ("ledger", "made", "forks", "journal", "state", "plan", "begun", "_rate", "_since")
-        kept += ("_unfinished", "_optimizer_name", "_lineage", "_parked")
+        kept += ("_unfinished", "_optimizer_name", "_lineage", "_parked", "words")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""
         self.__init__()
         self.__dict__.update(kept)
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a second fit, in another process, goes on from. Secret."""
+        return to_bring_back(self)
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Run:
+        """Undo :meth:`to_plain`, as far as a second fit needs it."""
+        return brought_back(cls(), values)

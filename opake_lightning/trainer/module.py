@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,7 +26,13 @@ from opake_lightning.trainer._checkpoint_io import (
 )
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
-from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer, is_mixing
+from opake_lightning.trainer._refusals import (
+    check_hyperparameters,
+    check_loader,
+    check_module,
+    check_trainer,
+    is_mixing,
+)
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.report import PrivacySpent
@@ -55,10 +61,12 @@ class DPMixin:
             noise; publishing them is outside the guarantee.
     """
 
+    if TYPE_CHECKING:
+        _dp: Run | None
+        _dp_shown: tuple[int, float] | None
     log_not_private: bool = False
-    _dp: Run | None = None
-    _dp_in_loss: bool = False
-    _dp_shown: tuple[int, float] | None = None
+    # TorchScript reads the annotations of a class that it compiles, and knows few types.
+    _dp, _dp_in_loss, _dp_shown = None, False, None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -195,13 +203,20 @@ class DPMixin:
     # -- run before the hook of the same name, whoever overrides it --------------------------------
 
     def _dp_setup(self, stage: str) -> None:
-        del stage
-        use_sealed(cast("pl.LightningModule", self).trainer.strategy, self._dp_saving)
+        trainer: Any = cast("pl.LightningModule", self).trainer
+        key = getattr(self.configure_privacy(), "key", None) if stage == "fit" else None
+        for owner in (self, trainer.datamodule):
+            check_hyperparameters(owner, key)
+        use_sealed(trainer.strategy, self._dp_saving)
 
     def _dp_saving(self, directory: Path, checkpoint: dict[str, Any]) -> None:
         # A run is resumed from a full checkpoint; what it releases from now on counts there.
         run = self._dp
-        if run is not None and "optimizer_states" in checkpoint and self._dp_is_private():
+        if run is None or "optimizer_states" not in checkpoint:
+            return
+        # Not to ask for the plan again, which may look for its key where there is none by now.
+        private = self._dp_is_private() if run.mechanism is None else run.mechanism.private
+        if private:
             run.journal.keep_in(directory, run)
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from opake_lightning.distributed import leave_group
 from opake_lightning.errors import CheckpointError, PrivacyError
+from opake_lightning.trainer._run import Run
 from opake_lightning.trainer._together import (
     ending_together,
     only_note_sigterm,
@@ -204,16 +205,16 @@ class _Launcher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         extra = super().get_extra_results(trainer)
         buffer = io.BytesIO()
-        torch.save(getattr(trainer.lightning_module, "_dp", None), buffer)
+        run = getattr(trainer.lightning_module, "_dp", None)
+        torch.save(None if run is None else run.to_plain(), buffer)
         return {**extra, "opake_lightning": buffer.getvalue()}
 
     @override
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        # Our own child process wrote these bytes a moment ago, so unpickling them is safe.
-        run = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=False)
-        if run is not None:
-            trainer.lightning_module._dp = run
+        values = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=True)
+        if values is not None:
+            cast("Any", trainer.lightning_module)._dp = Run.from_plain(values)
 
 
 def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -48,6 +48,11 @@ class Strategy(ABC):
     def recurrence(self, n_steps: int) -> Recurrence:
         """Return how noise is streamed: the inverse of T, one entry at a time."""
 
+    @property
+    @abstractmethod
+    def past_draws(self) -> int | None:
+        """Of how many earlier steps the draws make up a step's noise; None if of all."""
+
     @abstractmethod
     def describe(self) -> str:
         """Return one line of text that, with the number of steps, determines C."""
@@ -83,6 +88,11 @@ class Identity(Strategy):
     def recurrence(self, n_steps: int) -> Recurrence:
         return Inputs((1.0,))
 
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return 0
+
     @override
     def describe(self) -> str:
         return "identity()"
@@ -114,6 +124,11 @@ class Bsr(Strategy):
     @override
     def recurrence(self, n_steps: int) -> Recurrence:
         return Outputs(tuple(self.matrix(n_steps).coefficients.tolist()))
+
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return None if self.n_bands > 1 else 0
 
     @override
     def describe(self) -> str:
@@ -150,6 +165,11 @@ class Bisr(Strategy):
         inverse = self.matrix(n_steps).inverse_coefficients()
         return Inputs(tuple(inverse[: self.bandwidth].tolist()))
 
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return self.bandwidth - 1
+
     @override
     def describe(self) -> str:
         return _describe_root(self, "bandwidth", self.bandwidth)
@@ -181,6 +201,11 @@ class LambdaCgd(Strategy):
     @override
     def recurrence(self, n_steps: int) -> Recurrence:
         return Inputs((1.0, -self.lam) if self.lam else (1.0,))
+
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return 1 if self.lam else 0
 
     @override
     def describe(self) -> str:
@@ -217,6 +242,11 @@ class BandMf(Strategy):
     @override
     def recurrence(self, n_steps: int) -> Recurrence:
         return Outputs(tuple(self.matrix(n_steps).coefficients.tolist()))
+
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return None if self.n_bands > 1 else 0
 
     @override
     def describe(self) -> str:
@@ -257,6 +287,11 @@ class Blt(Strategy):
         if self.min_sep is not None:
             return self
         return replace(self, min_sep=min_sep, max_participations=max_participations)
+
+    @property
+    @override
+    def past_draws(self) -> int | None:
+        return None
 
     @override
     def describe(self) -> str:
