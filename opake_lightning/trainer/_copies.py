@@ -17,7 +17,7 @@ from opake_lightning.trainer._restored import Flat, adopted
 
 __all__ = ["brought_back", "copied", "to_bring_back"]
 
-_AS_THEY_ARE = ("begun", "_unfinished", "_optimizer_name", "_lineage")
+_AS_THEY_ARE = ("begun", "_unfinished", "_optimizer_name", "_lineage", "_used", "_shared")
 
 
 def copied(run: Any) -> Any:

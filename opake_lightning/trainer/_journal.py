@@ -29,9 +29,10 @@ checkpoint callbacks and in ``default_root_dir``, and takes the largest count.
 * *Another plan* with ``on_changed_plan="fork"``: the run gets a new key, and all that is recorded
   counts in addition to what is to come. The fork goes on with the same record, so that steps of a
   fork that died before its first checkpoint are counted by the next one, too.
-* *Recorded steps that this run would not repeat*, as another plan, a fork, or another learning rate
-  made them: resuming is refused, unless the plan says ``on_changed_plan="fork"``. What else bears
-  on a gradient (the loss, the contents of the dataset, the optimizer's other settings) is not seen.
+* *Recorded steps that this run would not repeat*, as another plan, a fork, another fit of the same
+  module, or another learning rate made them: resuming is refused, unless the plan says
+  ``on_changed_plan="fork"``. What else bears on a gradient (the loss, the contents of the dataset,
+  the optimizer's other settings) is not seen.
 * *A new fit from* ``load_from_checkpoint``, which has a new key: in addition as well, from the
   start of the fit. Until then the module tells what its own weights cost. Such a fit is a run of
   its own: two of them do not count each other.

@@ -26,7 +26,8 @@ class Recorded:
     Attributes:
         ledger: What has been spent, in this process and before.
         made: The part of it that this run's own steps amount to.
-        forks: After how many steps the run was given a new key, each time.
+        forks: After how many steps the run was given a new key, each time: by a fork, or by a fit
+            after another.
         journal: The record of releases beside the checkpoints.
         directories: Where to look for the record of a checkpoint that is about to be resumed.
         words: What was folded into the plan's key, to come to the one that is used; public.
@@ -38,6 +39,8 @@ class Recorded:
         self.journal = Journal()
         self.directories: list[Path] = []
         self.words: tuple[str, ...] = ()
+        # Whether the live key has been used, and whether others may have come to it as well.
+        self._used = self._shared = False
         # What was released after the checkpoint that the module was loaded from.
         self._since: Spending | None = None
         # Learning rate of the last step in the ledger.
@@ -75,9 +78,25 @@ class Recorded:
 
     def fork(self, key: RngKey) -> RngKey:
         """A new key for a run that goes on otherwise; all that is recorded counts in addition."""
+        return self._on_new_key(key, f"fork {len(self.forks) + 1}", common_token())
+
+    def for_another_fit(self, key: RngKey) -> RngKey:
+        """The key for a fit after one with ``key``; as :meth:`fork`, but the same each time.
+
+        The earlier fit may go on, too, from a checkpoint, and would come to the same steps with
+        other gradients. All who resume one checkpoint share its key, so what they fit next does
+        not follow from it.
+        """
+        if self.made != self.ledger:  # steps of this key that this fit may not repeat as they were
+            return self.fork(key)
+        if not self._used:
+            return key
+        word = f"fit {len(self.forks) + 1}"
+        return self._on_new_key(key, *((word, common_token()) if self._shared else (word,)))
+
+    def _on_new_key(self, key: RngKey, *words: str) -> RngKey:
         self.made, self.forks = self.ledger, (*self.forks, self.ledger.n_steps)
-        words = f"fork {len(self.forks)}", common_token()
-        self.words = (*self.words, *words)
+        self.words, self._used, self._shared = (*self.words, *words), False, False
         return derived(key, words)
 
     def go_on_recording(self) -> None:

@@ -64,6 +64,8 @@ _UPDATE = (
     "moved, so the weights belong to no step"
 )
 
+_MADE_ANEW = {"mechanism", "params", "_optimizer", "_loss_fn", "_steps_left", "_step", "_weights"}
+
 
 class Run(Recorded):
     """The live state of one module; it outlives a fit, so that a second one goes on counting.
@@ -95,8 +97,7 @@ class Run(Recorded):
         self._steps_left: Callable[[], int | None] = lambda: None
         self._step: Step | None = None
         self._optimizer_name = ""
-        # What sets this run apart from an earlier one that may have used the same key.
-        self._lineage = lineage
+        self._lineage = lineage  # what sets it apart from an earlier run of the same key
         self._weights: tuple[nn.Module, dict[str, Any], dict[str, Any]] | None = None
         # The weights to train on, while the module shows the ones to publish.
         self._parked: dict[str, Tensor] | None = None
@@ -121,8 +122,8 @@ class Run(Recorded):
         ``steps_left`` tells how many steps there are still to come, for a run that forks;
         ``resuming`` that a checkpoint is loaded next, which brings its own place in the streams.
 
-        Streams go on where the ledger is, so that no step of any fit has those of another; noise
-        that is correlated begins anew.
+        Streams go on where the ledger is, with a key of each fit's own; noise that is correlated
+        begins anew.
         """
         # One after the other in memory, parameters are updated in one operation.
         seat(params)
@@ -136,10 +137,10 @@ class Run(Recorded):
         self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
         self._steps_left = steps_left
         self._optimizer_name = name_of(optimizer)
-        if before is not None and self.made != self.ledger and not resuming:
-            # Steps of this key that this fit may not repeat as they were.
-            before = replace(before, noise=replace(before.noise, key=self.fork(before.noise.key)))
         if isinstance(mechanism, PrivateMechanism):
+            if before is not None and not resuming:
+                new_key = self.for_another_fit(before.noise.key)
+                before = replace(before, noise=replace(before.noise, key=new_key))
             mechanism = mechanism.beginning_at(self.made.n_steps)
         step = self._step_of(mechanism, before.noise.key if before else key)
         self._take(mechanism, step)
@@ -211,6 +212,7 @@ class Run(Recorded):
             raise PrivacyError(f"{self._unfinished}; start another fit")
         made = self.made.spend(self.mechanism.event)
         spending = self.with_more(made, self.learning_rate())
+        self._used = True
         diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
         # Another rank may have the sum, and its noise, as soon as this one has given its share.
         if world_size() > 1:
@@ -356,8 +358,7 @@ class Run(Recorded):
         """Go on where ``saved`` stopped; nothing changes, weights included, unless all is right.
 
         Raises:
-            CheckpointError: If ``saved`` is incomplete, or of another plan or optimizer; the
-                fields that differ are named.
+            CheckpointError: If ``saved`` is incomplete, or of another plan or optimizer.
             PrivacyError: If ranks would go on from different checkpoints.
         """
         kept, self._weights = self._weights, None
@@ -405,6 +406,7 @@ class Run(Recorded):
             require_own(state.noise, step.noise_state, made)
         self.adopt(known)
         self.made, self.journal, self.words = made, journal, tuple(saved["words"])
+        self._used = self._shared = True
         if forked:
             begun = known.ledger.n_steps
             state = replace(state, noise=replace(step.noise_state, key=self.fork(key), step=begun))
@@ -481,9 +483,7 @@ class Run(Recorded):
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        kept = ("ledger", "made", "forks", "journal", "state", "plan", "begun", "_rate", "_since")
-        kept += ("_unfinished", "_optimizer_name", "_lineage", "_parked", "words")
-        return {name: getattr(self, name) for name in kept}
+        return {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""

@@ -258,7 +258,8 @@ def test_a_second_fit_is_a_new_horizon_with_noise_and_draws_of_its_own(strategy,
     assert [net._dp.mechanism.draw(key(7), 4 + t).tolist() for t in range(4)] != draws
     assert not reused(first, second)
     state = net._dp.state.noise
-    assert (state.key, state.step, state.start) == (key(7), 8, 4)
+    assert (state.step, state.start) == (8, 4)
+    assert state.key != key(7)  # a checkpoint of the first fit may go on with that
     (one, a), (two, b) = net._dp.ledger.horizons
     assert (one.start, one.n_steps, a, two.start, two.n_steps, b) == (0, 4, 4, 4, 4, 4)
     assert net.privacy_spent().epsilon > once

@@ -235,7 +235,7 @@ def test_a_second_fit_resumes_whatever_key_the_first_had(tmp_path, first):
     whole = snapshot(net, fit(net, tmp_path, save="a"))
     assert whole["n_steps"] == 12
     live = net._dp.state.noise.key
-    assert (live == before) == (first is apart)
+    assert live != before
     assert live == derived(KEY, stored(tmp_path / "a" / "step=3.ckpt")["words"]) != KEY
     resumes_alike(lambda: Net(apart()), tmp_path, "a", 3, whole)
 

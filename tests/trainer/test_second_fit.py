@@ -9,12 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from opake_lightning import PoissonLoader, PrivacyError
+from opake_lightning import CheckpointError, PoissonLoader, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
+from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
 
 
@@ -220,3 +221,52 @@ def test_reloaded_loaders_go_on_where_the_last_one_stopped(tmp_path, strategy, l
     make_trainer(tmp_path).fit(once, make_loader())
     make_trainer(tmp_path, strategy=strategy, reload_dataloaders_every_n_epochs=1).fit(every)
     torch.testing.assert_close(once.state_dict(), every.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mechanism", [plan, mf_plan])
+def test_a_fit_after_another_shares_no_noise_with_a_checkpoint_that_goes_on(mechanism, tmp_path):
+    """Both come to step 4, with other data, and their difference must not be without noise."""
+
+    def resumed(*, found: bool = False, **trainer: Any) -> Net:
+        for record in () if found else tmp_path.glob("*.steps"):
+            record.unlink()  # as if the checkpoint had been copied elsewhere
+        net = still(mechanism())
+        fitter = make_trainer(tmp_path, max_epochs=2, **trainer)
+        fitter.fit(net, make_loader(), ckpt_path=tmp_path / "half.ckpt")
+        return net
+
+    half = still(mechanism())
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[StopAfter(4)])
+    trainer.fit(half, make_loader())
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    keys = {half._dp.state.noise.key, *(key_of_next_fit(half, tmp_path) for _ in range(2))}
+    with pytest.raises(CheckpointError, match="the run made 6 more, and not all with this plan"):
+        resumed(found=True)
+    assert resumed()._dp.state.noise.key in keys  # the run itself, to its end
+    for _ in range(2):  # as often as you like
+        keys.add(key_of_next_fit(resumed(callbacks=[StopAfter(1)]), tmp_path))
+    assert len(keys) == 5
+
+
+def key_of_next_fit(net: Net, path: Any) -> Any:
+    make_trainer(path, max_epochs=1).fit(net, make_loader(Points(30), batch_size=10))
+    return net._dp.state.noise.key
+
+
+class StopAfter(pl.Callback):
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.left -= 1
+        trainer.should_stop = self.left <= 0
+
+
+def test_a_second_fit_is_reproducible(tmp_path):
+    """As long as nothing was resumed, who names a key gets the same run again."""
+    ends = []
+    for _ in range(2):
+        net = still()
+        noise_of_fit(net, tmp_path)
+        ends.append(torch.stack(noise_of_fit(net, tmp_path)))
+    assert torch.equal(*ends)
