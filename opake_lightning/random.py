@@ -43,6 +43,7 @@ __all__ = [
     "RngKey",
     "add_normal_",
     "bernoulli_indices",
+    "elements_of",
     "fold_in",
     "fresh_key",
     "generator",
@@ -314,9 +315,8 @@ def visit_normals(
         piece: Elements of a piece, on the CPU; torch gives work on more of them to further threads.
     """
     total, on_cpu = like.numel(), like.device.type == "cpu"
-    size = min(BLOCK if on_cpu else _BLOCK_ELSEWHERE, total)
+    size, blocks = _blocks(like, share)
     piece = piece if on_cpu else size
-    blocks = _stretch(range(-(-total // size) if total else 0), *share)
     threads = min(torch.get_num_threads(), max(1, len(blocks) // _WORTH_A_THREAD))
     threads = threads if on_cpu else 1
     sources = [_source(key, like.device) for key in keys]
@@ -351,6 +351,22 @@ def _source(rng: RngKey, device: torch.device) -> Callable[[int, Tensor], None]:
 
 def _fill_elsewhere(rng: RngKey, out: Tensor) -> None:
     out.normal_(generator=generator(rng, out.device))
+
+
+def _blocks(like: Tensor, share: tuple[int, int]) -> tuple[int, range]:
+    """Elements of a block, and which blocks the share consists of."""
+    size = min(BLOCK if like.device.type == "cpu" else _BLOCK_ELSEWHERE, like.numel())
+    return size, _stretch(range(-(-like.numel() // size) if size else 0), *share)
+
+
+def elements_of(like: Tensor, share: tuple[int, int]) -> tuple[int, int]:
+    """Where a share of a vector like ``like`` begins and ends, as :func:`visit_normals` takes it.
+
+    >>> elements_of(torch.empty(200_000), (1, 2))
+    (131072, 200000)
+    """
+    size, blocks = _blocks(like, share)
+    return min(blocks.start * size, like.numel()), min(blocks.stop * size, like.numel())
 
 
 def _stretch(whole: range, part: int, parts: int) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from opake_lightning.random import RngKey, fold_in
 from opake_lightning.serialization import from_state_dict
 from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
+from opake_lightning.trainer._correlated import TORN, Remembering, require_whole, whole
 from opake_lightning.trainer._diagnostics import Diagnostics
 from opake_lightning.trainer._journal import Journal, Spending
 from opake_lightning.trainer._keys import (
@@ -55,10 +55,6 @@ from opake_lightning.trainer.report import PrivacySpent
 __all__ = ["Run"]
 
 # What keeps a step from being complete, from when it matters until it no longer does.
-_NOISE = (
-    "the run was interrupted while noise was being added, and what the noise of the next steps "
-    "must take back is lost"
-)
 _UPDATE = (
     "the last step was interrupted after its release, which is counted, before the parameters had "
     "moved, so the weights belong to no step"
@@ -177,14 +173,12 @@ class Run(Recorded):
         self.plan = {**mechanism.public()}
         noise_fn, first = step.noise_fn, step.noise_state
         if getattr(first, "buffers", None):
-            noise_fn = partial(self._add_correlated, noise_fn)
+            noise_fn = Remembering(noise_fn, self._begin_correlated)
         # Without the noise's first buffers: they will be written over, or are not used at all.
         self._step = replace(step, noise_fn=noise_fn, noise_state=NoiseState(first.key))
 
-    def _add_correlated(self, noise_fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        # From here on what the noise remembers is written over.
-        self._unfinished = _NOISE
-        return noise_fn(*args, **how)
+    def _begin_correlated(self) -> None:
+        self._unfinished = TORN
 
     def position(self) -> tuple[RngKey, int]:
         """Key of the run and number of the next step, for the loader."""
@@ -317,6 +311,10 @@ class Run(Recorded):
 
     # -- saving and resuming --------------------------------------------------------------------
 
+    def consolidate(self) -> None:
+        """Get together for a checkpoint what ranks have in shares; every rank must call it."""
+        self.state = whole(self._step, self.state)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as tensors and plain values.
 
@@ -331,6 +329,7 @@ class Run(Recorded):
             raise CheckpointError(
                 f"no checkpoint is made here: {self._unfinished}; resume from an earlier checkpoint"
             )
+        require_whole(self.state)
         return {
             **self.public(),
             "released": self.spending.to_dict(),

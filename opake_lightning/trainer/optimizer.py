@@ -59,6 +59,10 @@ class FunctionalOptimizer(torch.optim.Optimizer):
             "another fit"
         )
 
+    def consolidate_state_dict(self) -> None:
+        """Called on all ranks before the state is saved, which Lightning then does on one."""
+        self._run.consolidate()
+
     def state_dict(self) -> dict[str, Any]:
         """The run's state: tensors and plain values, the key among them."""
         return {"opake_lightning": self._run.state_dict()}

@@ -27,12 +27,24 @@ from torch import Tensor, nn
 from opake_lightning import OpakeDDP, PoissonLoader
 from opake_lightning.distributed import leave_group
 from opake_lightning.optimizers import adamw, sgd
+from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Draws, Net, Points, make_loader, make_trainer, plan
 
 STEPS, HALF = 8, 4
 SIGMA, BATCH_SIZE = 2.0, 2  # of 24 examples: on 4 ranks most shares are empty
 RESUMED = ((1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (1, 4))
-WAYS = ("raise", "exit", "kill", "save", "on_exception", "interrupt", "stale", "twice", "term")
+WAYS = (
+    "raise",
+    "exit",
+    "kill",
+    "save",
+    "on_exception",
+    "in_shares",
+    "interrupt",
+    "stale",
+    "twice",
+    "term",
+)
 NOISES = 200  # by 200 parameters in the module whose update is noise alone
 
 
@@ -182,8 +194,11 @@ def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, 
     if way in ("raise", "on_exception", "twice"):
         net = Failing()
         net.at = at
-    if way == "on_exception":
-        callbacks = [OnExceptionCheckpoint(out, f"exception{rank}")]
+    if way == "in_shares":  # of noise whose past each rank remembers in part
+        net = Failing(mf_plan())
+        net.at = at
+    if way in ("on_exception", "in_shares"):
+        callbacks = [OnExceptionCheckpoint(out, f"{way}{rank}")]
     if way == "save":
         callbacks = [ModelCheckpoint(out / way, every_n_train_steps=4), At(0, no_room)]
     if way == "stale":  # each rank finds another file under the same name
@@ -218,7 +233,9 @@ def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, 
         # Whoever waits for this process, and not for its word, waits a long time.
         time.sleep(4)
     kind = type(error).__name__
-    return {"error": f"{kind}: {error}", "took": took, "steps": steps, "again": again}
+    saved = [file.name for file in out.glob(f"{way}{rank}*.ckpt")]
+    told = {"error": f"{kind}: {error}", "saved": saved}
+    return {**told, "took": took, "steps": steps, "again": again}
 
 
 def unshared(rank: int) -> str:

@@ -231,6 +231,14 @@ def test_a_save_after_an_exception_waits_for_nobody(failed):
     ends(failed["on_exception1"], at=1, with_word="rank 1 failed: ValueError")
 
 
+def test_what_one_rank_remembers_of_the_noise_is_not_saved(failed):
+    for result in failed["in_shares1"].values():
+        assert result["took"] < SOON
+        assert "CheckpointError" in result["error"]
+        assert result["saved"] == []
+    assert failed["on_exception1"][0]["saved"]  # what is whole on every rank is
+
+
 def test_an_interrupted_rank_ends_all(failed):
     ends(failed["interrupt1"], at=1, with_word="rank 1 failed: KeyboardInterrupt")
 

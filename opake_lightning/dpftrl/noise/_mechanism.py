@@ -33,9 +33,10 @@ from torch import Tensor
 from opake_lightning import _check
 from opake_lightning._pairs import noise_stddevs, projected_square
 from opake_lightning._tree import Layout, layout_of, pack, unpack
+from opake_lightning.distributed import rank, sum_gradients, world_size
 from opake_lightning.dpftrl.noise._pair import default_share, schema_of, square_ratio
 from opake_lightning.dpftrl.noise._require import require_clipped
-from opake_lightning.dpftrl.noise._rings import rings_behind, tree_of, zero_rings
+from opake_lightning.dpftrl.noise._rings import put_together, rings_behind, tree_of, zero_rings
 from opake_lightning.dpftrl.noise._strategies import Strategy
 from opake_lightning.dpftrl.noise._stream import Memory, stream_of
 from opake_lightning.errors import CheckpointError, PrivacyError
@@ -68,6 +69,8 @@ class MFNoiseState:
         numbers: What determines each stream's matrix. An optimised strategy comes out a little
             different on another kind of processor, and its noise must not go on as that of another.
         buffers: What each stream remembers, in units of noise with standard deviation 1. Secret.
+        share: (r, W) where W ranks made the noise in shares: ``buffers`` are right for the
+            coordinates of the r-th of them only. (0, 1) if they are for all.
     """
 
     key: RngKey
@@ -77,6 +80,7 @@ class MFNoiseState:
     square_share: float
     numbers: dict[str, Tensor] = field(repr=False)
     buffers: dict[str, Any] = field(repr=False)
+    share: tuple[int, int] = (0, 1)
     privacy_critical: ClassVar[bool] = True  # a checkpoint without all of it is refused
 
 
@@ -153,15 +157,53 @@ class MFNoise:
 
     def __call__(self, grads: Any, state: MFNoiseState, *, inplace: bool = False) -> Any:
         """Release ``grads`` with the noise of the next step of ``state``."""
+        return self._release(grads, state, inplace=inplace, share=(0, 1))
+
+    def across_ranks(self, grads: Any, state: MFNoiseState, *, inplace: bool = False) -> Any:
+        """As to call it with the sum over ranks of ``grads``, but with the noise made in shares.
+
+        Every rank adds its part of the coordinates' noise to its part of the gradient, and then
+        comes the sum; what a stream remembers is kept up to date in that part only, until
+        :meth:`whole` puts it together. The result is that of one process but for rounding, and
+        equal on all ranks.
+        """
+        if isinstance(grads, SecondMomentClippedPytree) and grads.square is None:
+            # What is squared is the sum without noise, so that has to come first.
+            return self(sum_gradients(grads, inplace=inplace), state, inplace=True)
+        return self._release(grads, state, inplace=inplace, share=(rank(), world_size()))
+
+    def whole(self, state: MFNoiseState) -> MFNoiseState:
+        """``state`` with what all ranks remember, for a checkpoint; every rank must call it.
+
+        Overwrites the buffers of ``state``, where other ranks' parts belong.
+
+        Raises:
+            CheckpointError: If the ranks that share the noise are not together any more.
+        """
+        if state.share == (0, 1):
+            return state
+        _require_share(state, (rank(), world_size()))
+        buffers = dict(state.buffers)
+        for name, stream in self._streams.items():
+            if stream.rows:
+                rings, buffers[name] = stream.recall(buffers[name], copy=False)
+                for ring in rings:
+                    put_together(ring)
+        return replace(state, buffers=buffers, share=(0, 1))
+
+    def _release(
+        self, grads: Any, state: MFNoiseState, *, inplace: bool, share: tuple[int, int]
+    ) -> Any:
         require_clipped(grads, pairs=self.second_moment_strategy is not None)
         self._require_own(state)
-        sigma, share = self.noise_multiplier, state.square_share
+        _require_share(state, share)
+        sigma, squares = self.noise_multiplier, state.square_share
         if isinstance(grads, ClippedPytree):
             stddevs = {"gradient": sigma * grads.sensitivity}
             flats = {"gradient": self._flats(grads.pytree, own=inplace)}
         else:
-            share = share or default_share(grads)
-            first, second = noise_stddevs(grads, sigma, share)
+            squares = squares or default_share(grads)
+            first, second = noise_stddevs(grads, sigma, squares)
             stddevs = {"gradient": first, "square": second * self.square_ratio}
             # The squares first: they may be those of the gradient, which is about to be written to.
             flats = {"square": self._squares(grads, inplace=inplace)}
@@ -176,15 +218,24 @@ class MFNoise:
         noised: dict[str, NoisedPytree] = {}
         for name, stream in self._streams.items():
             realised = stream.add_(
-                flats[name], rings.get(name), state.key, state.step, self._start, stddevs[name]
+                flats[name],
+                rings.get(name),
+                state.key,
+                state.step - self._start,
+                stddevs[name],
+                start=self._start,
+                share=share,
             )
-            noised[name] = NoisedPytree(unpack(flats[name], self._layout), realised)
+            part = unpack(flats[name], self._layout)
+            total = part if share == (0, 1) else sum_gradients(part, inplace=True)
+            noised[name] = NoisedPytree(total, realised)
         after = replace(
             state,
             step=state.step + 1,
-            square_share=share,
+            square_share=squares,
             numbers=self._numbers,
             buffers=buffers,
+            share=share if rings else (0, 1),
         )
         if isinstance(grads, ClippedPytree):
             return noised["gradient"], after
@@ -280,23 +331,37 @@ class _NoiseStream:
         flats: list[Tensor],
         rings: list[Tensor] | None,
         key: RngKey,
-        step: int,
-        start: int,
+        t: int,
         stddev: float,
+        *,
+        start: int,
+        share: tuple[int, int],
     ) -> float:
-        """Add the noise of ``step`` to ``flats``, and return its standard deviation."""
-        t = step - start
+        """Add the noise of step ``t`` of a horizon, and return its standard deviation.
+
+        Of ``flats`` and ``rings`` only the ``share`` is written to.
+        """
         if stddev > 0:
-            keys = [self._key(key, step - lag) for lag in range(self._stream.draws(t))]
+            keys = [self._key(key, start + t - lag) for lag in range(self._stream.draws(t))]
             for index, flat in enumerate(flats):
                 ring = flat.new_empty(0, len(flat)) if rings is None else rings[index]
                 work = self._stream.at(t, stddev * float(self._scales[t]), ring, flat)
-                visit_normals([fold_in(one, index) for one in keys], flat, work)
+                visit_normals([fold_in(one, index) for one in keys], flat, work, share=share)
         return stddev * float(self._norms[t])
 
     def _key(self, key: RngKey, step: int) -> RngKey:
         stream = fold_in(fold_in(key, "mf_gaussian"), step)
         return fold_in(stream, self._word) if self._word else stream
+
+
+def _require_share(state: MFNoiseState, share: tuple[int, int]) -> None:
+    if state.share not in ((0, 1), share):
+        raise CheckpointError(
+            f"what the noise must take back is here for the coordinates of rank {state.share[0]} "
+            f"of {state.share[1]} only, and the others are needed (this is rank {share[0]} of "
+            f"{share[1]}): go on with as many ranks, let all of them call the noise function's "
+            "whole(state) before they save or part, or resume from the last checkpoint"
+        )
 
 
 def mf_gaussian_noise(

@@ -13,13 +13,16 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opake_lightning import _pool
 from opake_lightning._tree import Layout
+from opake_lightning.distributed import world_size
 from opake_lightning.errors import CheckpointError
+from opake_lightning.random import elements_of
 
-__all__ = ["rings_behind", "tree_of", "zero_rings"]
+__all__ = ["put_together", "rings_behind", "tree_of", "zero_rings"]
 
 _ALIGNED = 16
 
@@ -66,6 +69,18 @@ def rings_behind(tree: Any, layout: Layout, rows: int, *, copy: bool) -> tuple[l
         for leaf, old in zip(optree.tree_leaves(new), leaves, strict=True):
             leaf.copy_(old)
     return rings, new
+
+
+def put_together(ring: Tensor) -> None:
+    """Let every rank have, in the columns of each rank's share of them, what that one has."""
+    if not ring.numel():
+        return
+    for other in range(world_size()):
+        begin, end = elements_of(ring[0], (other, world_size()))
+        if begin < end:
+            part = ring[:, begin:end].contiguous()
+            dist.broadcast(part, other)
+            ring[:, begin:end] = part
 
 
 def _empty(layout: Layout, rows: int) -> list[Tensor]:

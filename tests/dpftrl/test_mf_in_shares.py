@@ -1,0 +1,169 @@
+"""Correlated noise made in shares on several ranks: the same as on one, and what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from opake_lightning.distributed import sum_gradients
+from opake_lightning.dpftrl.noise import (
+    MFNoise,
+    band_mf_strategy,
+    bisr_strategy,
+    blt_strategy,
+    identity_strategy,
+    lambda_cgd_strategy,
+    mf_gaussian_noise,
+)
+from opake_lightning.errors import CheckpointError
+from opake_lightning.random import elements_of, key
+from opake_lightning.serialization import from_state_dict, state_dict
+from opake_lightning.types import ClippedPytree, SecondMomentClippedPytree
+from tests.helpers import on_ranks
+
+N, STEPS, SAVED = 300_000, 4, 2  # some blocks, of which every rank makes some
+SCHEMA = {"min_sep": 4, "max_participations": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "outputs": {"strategy": band_mf_strategy(3)},
+    "buffers": {"strategy": blt_strategy(2)},
+    "inputs": {"strategy": bisr_strategy(3), "memory": "store"},
+    "drawn_again": {"strategy": bisr_strategy(3), "memory": "regenerate"},
+    "nothing": {"strategy": lambda_cgd_strategy(0.7)},
+    "per_example": {
+        "strategy": band_mf_strategy(2),
+        "second_moment_strategy": identity_strategy(),
+    },
+    "aggregate": {
+        "strategy": band_mf_strategy(2),
+        "second_moment_strategy": band_mf_strategy(2),
+    },
+}
+
+
+def tree(value: float) -> dict[str, Any]:
+    return {
+        "w": torch.full((N,), value),
+        "b": torch.full((7,), value, dtype=torch.float64),
+        "none": torch.zeros(0),
+    }
+
+
+def made(name: str) -> tuple[MFNoise, Any]:
+    return mf_gaussian_noise(
+        tree(0.0), n_steps=STEPS, noise_multiplier=2.0, key=key(7), **SCHEMA, **FORMS[name]
+    )
+
+
+def gradient(name: str, ranks: int) -> Any:
+    """This rank's part of a gradient whose sum is 1 everywhere."""
+    grads = ClippedPytree(tree(1 / ranks), 0.25)
+    if name == "per_example":
+        return SecondMomentClippedPytree(grads, ClippedPytree(tree(1 / ranks), 0.25**2))
+    if name == "aggregate":
+        return SecondMomentClippedPytree(grads, projection_radius=1.0)
+    return grads
+
+
+def leaves(noised: Any) -> list[torch.Tensor]:
+    parts = [noised] if hasattr(noised, "pytree") else [noised.gradient, noised.square]
+    return [leaf for part in parts for leaf in part.pytree.values()]
+
+
+def work(ranks: int, inplace: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in FORMS:
+        noise_fn, state = made(name)
+        released = []
+        for t in range(STEPS):
+            if t == SAVED:
+                out[f"{name} as it was"] = state.share
+                state = noise_fn.whole(state)
+                out[f"{name} saved"] = state_dict(state)
+            noised, state = noise_fn.across_ranks(gradient(name, ranks), state, inplace=inplace)
+            released += leaves(noised)
+        out[name] = released
+        out[f"{name} parted"] = state.share
+    return out
+
+
+def work_of_3(rank: int) -> dict[str, Any]:
+    return work(3, inplace=bool(rank))
+
+
+@pytest.fixture(scope="module")
+def three() -> list[Any]:
+    return on_ranks(work_of_3, 3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return work(1, inplace=False)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", FORMS)
+def test_three_ranks_release_what_one_does(three, alone, name):
+    for rank in three:
+        assert all(map(torch.equal, rank[name], three[0][name]))
+        for ours, theirs in zip(rank[name], alone[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    noise_fn, state = made(name)
+    for t in range(STEPS):  # and one that is not asked to share
+        noised, state = noise_fn(sum_gradients(gradient(name, 1)), state)
+        mine = leaves(noised)
+        assert all(map(torch.equal, mine, alone[name][t * len(mine) : (t + 1) * len(mine)]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_saved_is_whole_and_goes_on_alone(three, alone, name):
+    saved = alone[f"{name} saved"]
+    for rank in three:
+        found = rank[f"{name} saved"]
+        assert found.keys() == saved.keys()
+        for path, value in found.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(value, saved[path]), path
+    noise_fn, state = made(name)
+    state = from_state_dict(state, three[0][f"{name} saved"], strict=True)
+    released = []
+    for _ in range(SAVED, STEPS):
+        noised, state = noise_fn(gradient(name, 1), state)
+        released += leaves(noised)
+    rest = alone[name][-len(released) :]
+    assert all(map(torch.equal, released, rest))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", FORMS)
+def test_a_state_knows_what_it_remembers(three, name):
+    shared = name in ("outputs", "buffers", "inputs", "per_example")
+    for number, rank in enumerate(three):
+        share = (number, 3) if shared else (0, 1)
+        assert rank[f"{name} as it was"] == rank[f"{name} parted"] == share
+
+
+@pytest.mark.parametrize("share", [(0, 2), (1, 2), (2, 3)])
+def test_a_part_is_not_taken_for_the_whole(share):
+    noise_fn, state = made("outputs")
+    state = replace(state, share=share)
+    for use in (
+        lambda: noise_fn(gradient("outputs", 1), state),
+        lambda: noise_fn.across_ranks(gradient("outputs", 1), state),
+        lambda: noise_fn.whole(state),
+    ):
+        with pytest.raises(CheckpointError, match=rf"rank {share[0]} of {share[1]} only"):
+            use()
+    restored = from_state_dict(made("outputs")[1], state_dict(state), strict=True)
+    assert restored.share == share
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("n", [0, 1, 65_536, 65_537, 300_000])
+def test_shares_cover_everything_once(n, ranks):
+    like = torch.empty(n)
+    shares = [elements_of(like, (rank, ranks)) for rank in range(ranks)]
+    assert [place for begin, end in shares for place in range(begin, end)] == list(range(n))
