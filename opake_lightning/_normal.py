@@ -5,14 +5,18 @@ normal numbers (Box & Muller 1958):
 
 .. math:: R = \sqrt{-2 \ln u}, \qquad z_1 = R \cos \varphi, \quad z_2 = R \sin \varphi,
 
-with u uniform in (0, 1) and φ uniform in [-π, π). A block's words begin at a place in the stream
-that its number alone decides, so blocks can be made in any order, by any thread or process, and
+with u uniform in (0, 1) and φ uniform in [-π, π). A block's words are those of the nonce that its
+number is, so blocks can be made in any order, by any thread or process, and
 are the same; and whoever does not know the key cannot tell the stream from random, which is more
 than can be said of a Mersenne Twister: of that, 624 outputs give away all others.
 
 A 32-bit u would end the tails at 6.7 standard deviations, and put few, far apart values before
-that. So where u is below 2⁻¹⁶, 32 more bits, from a stretch of the stream that nothing else uses,
-are put behind those it has; tails then reach to 9.4. float64 numbers have 64 bits at once.
+that. So where u is below 2⁻¹⁶, 32 more bits, of a nonce that nothing else uses, are put behind
+those it has; tails then reach to 9.4. float64 numbers have 64 bits at once.
+
+The keystream is what AES-GCM (NIST SP 800-38D) makes of zeros, and its tag is dropped: a processor
+that has instructions for it makes that faster than the counter mode alone, which is all that is
+needed of it. While it is made no other thread can run, so its time counts more than once.
 
 NumPy does the arithmetic: its vector kernels release the interpreter, so that threads do it in
 parallel, and their last bits do not depend on the number of threads. They may depend on which of
@@ -22,43 +26,46 @@ its kernels a machine's processor gets.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "fill_normal"]
+__all__ = ["BLOCK", "fill_normal", "keystream"]
 
-# Numbers in a block. What a block works on stays in the cache; with less, threads would mostly wait
+# Numbers in a block. What a block works on stays in the cache; with fewer, threads mostly wait
 # for each other between NumPy's calls.
-BLOCK = 1 << 16
-_BYTES = 8 * BLOCK  # of keystream that each block owns, which float32 uses half of
-_ZEROS = memoryview(bytes(_BYTES))
-# Words of a radius that get more bits, and where these are: far behind what any block owns.
+BLOCK = 1 << 17
+_ZEROS = memoryview(bytes(8 * BLOCK))
+_TAG = 16  # bytes
+# Words of a radius that get more bits, and in which nonces these are: in none that a block has.
 _MORE_BITS_BELOW = 1 << 16
-_MORE_BITS_FROM = 1 << 120
+_MORE_BITS_FROM = 1 << 95
 
 
-def fill_normal(key: bytes, block: int, out: NDArray[Any]) -> None:
+def keystream(key: bytes) -> AESGCM:
+    """The source of one draw's blocks, from 32 secret bytes."""
+    return AESGCM(key)
+
+
+def fill_normal(source: AESGCM, block: int, out: NDArray[Any]) -> None:
     """Fill ``out`` with the independent N(0, 1) of one block.
 
     Args:
-        key: 32 secret bytes, for this one draw: a block's words are used once for a key.
+        source: What :func:`keystream` made for this one draw: a block's words are used once.
         block: Number of the block, from 0.
         out: float32 or float64 array of one dimension, of at most BLOCK elements. Those of a
             shorter one are not the first of a longer one.
     """
     single = out.dtype == np.float32
     n = (len(out) + 1) // 2
-    words = np.empty(2 * n * (4 if single else 8), np.uint8)
-    stream = _stream(key, block * (_BYTES // 16))
-    stream.update_into(_ZEROS[: len(words)], cast("Any", words))
+    words = _words(source, block, 2 * n * (4 if single else 8))
     # The second half of an odd number of elements is one short, and the last sine is left out.
     cosine, sine = out[:n], out[n:] if len(out) == 2 * n else np.empty(n, out.dtype)
     radius = np.empty(n, out.dtype)
     if single:
-        _uniform_and_angle(key, block, words, radius, sine)
+        _uniform_and_angle(source, block, words, radius, sine)
     else:
         _uniform_and_angle_64(words, radius, sine)
     np.log(radius, out=radius)
@@ -73,7 +80,11 @@ def fill_normal(key: bytes, block: int, out: NDArray[Any]) -> None:
 
 
 def _uniform_and_angle(
-    key: bytes, block: int, words: NDArray[np.uint8], uniform: NDArray[Any], angle: NDArray[Any]
+    source: AESGCM,
+    block: int,
+    words: NDArray[np.uint8],
+    uniform: NDArray[Any],
+    angle: NDArray[Any],
 ) -> None:
     n = len(uniform)
     first = words.view(np.uint32)[:n]
@@ -82,9 +93,8 @@ def _uniform_and_angle(
     np.multiply(uniform, 2.0**-32, out=uniform)
     if first.min() < _MORE_BITS_BELOW:
         few = np.flatnonzero(first < _MORE_BITS_BELOW)
-        place = _MORE_BITS_FROM + block * (_BYTES // 16)
-        more = _stream(key, place).update(bytes(4 * len(few)))
-        bits = first[few] + (np.frombuffer(more, np.uint32) + 0.5) * 2.0**-32
+        more = _words(source, _MORE_BITS_FROM + block, 4 * len(few)).view(np.uint32)
+        bits = first[few] + (more + 0.5) * 2.0**-32
         uniform[few] = bits * 2.0**-32
     np.copyto(angle, words.view(np.int32)[n:], casting="unsafe")
     np.multiply(angle, math.pi * 2.0**-31, out=angle)
@@ -101,6 +111,7 @@ def _uniform_and_angle_64(
     np.multiply(angle, math.pi * 2.0**-63, out=angle)
 
 
-def _stream(key: bytes, place: int) -> CipherContext:
-    """The keystream from its ``place``-th 16 bytes on."""
-    return Cipher(algorithms.AES(key), modes.CTR(place.to_bytes(16, "big"))).encryptor()
+def _words(source: AESGCM, nonce: int, n_bytes: int) -> NDArray[np.uint8]:
+    """The first bytes of the keystream of one nonce; read only."""
+    made = source.encrypt(nonce.to_bytes(12, "big"), _ZEROS[:n_bytes], None)
+    return np.frombuffer(made, np.uint8, len(made) - _TAG)

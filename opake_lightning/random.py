@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning._normal import BLOCK, fill_normal
+from opake_lightning._normal import BLOCK, fill_normal, keystream
 from opake_lightning.errors import PrivacyError
 
 __all__ = [
@@ -66,7 +66,7 @@ _PIECE = 1 << 14
 _BLOCK_ELSEWHERE = 1 << 22
 # Blocks for each thread that make it worth its while: for some milliseconds after an operation,
 # torch's own threads wait for the next one, and take the processor that it would run on.
-_WORTH_A_THREAD = 6
+_WORTH_A_THREAD = 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -345,7 +345,8 @@ def _source(rng: RngKey, device: torch.device) -> Callable[[int, Tensor], None]:
         _require_key(rng)
         secret = rng.bits.to_bytes(_BITS // 8, "big")
         aes = hashlib.blake2b(b"normal", key=secret, digest_size=32).digest()
-        return lambda block, out: fill_normal(aes, block, out.numpy())
+        source = keystream(aes)
+        return lambda block, out: fill_normal(source, block, out.numpy())
     return lambda block, out: _fill_elsewhere(fold_in(rng, block), out)
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from opake_lightning import _normal
-from opake_lightning._normal import BLOCK, fill_normal
+from opake_lightning._normal import BLOCK, fill_normal, keystream
 from opake_lightning.random import add_normal_, fold_in, key
 
 KEY = bytes(range(32))
@@ -21,13 +21,14 @@ both = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def numbers(n, dtype=np.float32, aes=KEY, blocks=None):
     out = np.zeros(n, dtype)
     for block in blocks or range(-(-n // BLOCK)):
-        fill_normal(aes, block, out[block * BLOCK : (block + 1) * BLOCK])
+        fill_normal(keystream(aes), block, out[block * BLOCK : (block + 1) * BLOCK])
     return out
 
 
-def words(place, n, kind):
-    """What AES-256 in counter mode gives from its ``place``-th 16 bytes on."""
-    cipher = Cipher(algorithms.AES(KEY), modes.CTR(place.to_bytes(16, "big"))).encryptor()
+def words(nonce, n, kind):
+    """What AES-256 in counter mode gives after ``nonce``: GCM counts from 1, which is the tag's."""
+    start = nonce.to_bytes(12, "big") + (2).to_bytes(4, "big")
+    cipher = Cipher(algorithms.AES(KEY), modes.CTR(start)).encryptor()
     return np.frombuffer(cipher.update(bytes(n * np.dtype(kind).itemsize)), kind)
 
 
@@ -38,7 +39,7 @@ def test_numbers_are_box_muller_of_the_keystream(dtype):
     got = numbers(n, dtype)
     for block, size in ((0, BLOCK), (1, 1001)):
         half = (size + 1) // 2
-        raw = words(block * (_normal._BYTES // 16), 2 * half, unsigned)
+        raw = words(block, 2 * half, unsigned)
         u = (raw[:half].astype(float) + 0.5) / 2.0**bits
         turn = raw[half:].astype(float) / 2.0**bits
         radius, angle = np.sqrt(-2 * np.log(u)), 2 * np.pi * turn
@@ -101,24 +102,32 @@ def test_small_words_get_more_bits():
     n = 1000
     uniform, angle = np.empty(n, np.float32), np.empty(n, np.float32)
     raw = np.full(2 * n, 3, np.uint32)
-    _normal._uniform_and_angle(KEY, 0, raw.view(np.uint8), uniform, angle)
+    _normal._uniform_and_angle(keystream(KEY), 0, raw.view(np.uint8), uniform, angle)
     more = words(_normal._MORE_BITS_FROM, n, np.uint32)
     np.testing.assert_allclose(uniform, (3 + more / 2.0**32) / 2.0**32, rtol=2e-7)
     assert len(np.unique(uniform)) > 0.9 * n
     raw[:n] = 0
-    _normal._uniform_and_angle(KEY, 0, raw.view(np.uint8), uniform, angle)
+    _normal._uniform_and_angle(keystream(KEY), 0, raw.view(np.uint8), uniform, angle)
     assert math.sqrt(-2 * math.log(2.0**-65)) > 9.4
     assert uniform.min() > 0
     assert math.sqrt(-2 * math.log(uniform.min())) > 7  # of a thousand words of 0
 
 
-def test_no_stretch_of_the_keystream_is_used_twice():
-    # 2**40 blocks, far more than fit in memory, end long before the further bits begin, and those
-    # of the last block before the counter does.
-    last = 2**40 * (_normal._BYTES // 16)
-    assert last < _normal._MORE_BITS_FROM
-    assert _normal._MORE_BITS_FROM + last < 2**128
-    assert 4 * (BLOCK // 2) <= _normal._BYTES
+def test_no_part_of_the_keystream_is_used_twice(monkeypatch):
+    """Each block asks for one nonce, and for one of the other half if radii need more bits."""
+    asked = []
+
+    def listening(source, nonce, n_bytes):
+        asked.append((nonce, n_bytes))
+        return words_of(source, nonce, n_bytes)
+
+    words_of = _normal._words
+    monkeypatch.setattr(_normal, "_words", listening)
+    monkeypatch.setattr(_normal, "_MORE_BITS_BELOW", 1 << 20)  # so that every block needs some
+    numbers(3 * BLOCK)
+    nonces = [nonce for nonce, _ in asked]
+    assert sorted(nonces) == [0, 1, 2, *(2**95 + block for block in range(3))]
+    assert max(n_bytes for _, n_bytes in asked) <= 16 * (2**32 - 2)  # what GCM has for a nonce
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
