@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["at_least", "fraction", "non_negative", "positive", "positive_int"]
+__all__ = ["at_least", "fraction", "non_negative", "positive", "positive_int", "size_of_noise"]
+
+# Far enough from the ends of float32's range (1e-45 and 3e38) that a Gaussian of this size keeps
+# its shape, and a gradient of this norm its digits.
+_SIZES = (1e-35, 1e35)
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    return float(value)
+        raise TypeError(
+            f"{name} must be a number, got {value!r} of type {type(value).__name__}{_plain(value)}"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def positive(name: str, value: object, *, why: str = "") -> float:
@@ -41,7 +50,9 @@ def fraction(name: str, value: object, *, zero: bool, one: bool, why: str = "") 
 def at_least(name: str, value: object, least: int, *, why: str = "") -> int:
     """Return ``value`` if it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be an int, got {value!r} of type {type(value).__name__}{_plain(value)}"
+        )
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value!r}{_because(why)}")
     return value
@@ -50,6 +61,25 @@ def at_least(name: str, value: object, least: int, *, why: str = "") -> int:
 def positive_int(name: str, value: object, *, why: str = "") -> int:
     """Return ``value`` if it is an integer greater than zero."""
     return at_least(name, value, 1, why=why)
+
+
+def size_of_noise(name: str, value: float) -> float:
+    """Return ``value`` if it is 0, or float32 can tell numbers of about this size apart.
+
+    Noise of 1e-46 would be none at all, while the gradient under it rounds up to 1e-45.
+    """
+    least, most = _SIZES
+    if not (value == 0 or least <= value <= most):
+        raise ValueError(
+            f"{name} is {value!r}, which float32 cannot hold with all its digits: it must be "
+            f"between {least} and {most}; rescale the loss and clipping_norm with it"
+        )
+    return value
+
+
+def _plain(value: object) -> str:
+    """What to do with a number that comes in a box, of numpy's or torch's."""
+    return "; pass what its .item() returns" if hasattr(value, "item") else ""
 
 
 def _because(why: str) -> str:

@@ -20,8 +20,8 @@ privacy loss (PLD), which ``dp_accounting`` does, on a grid of losses of width :
 Why the result is never too low: the pair on the grid dominates the true one; what is cut off at the
 tails counts as certain failure; δ is lowered, before it is looked up, by more than the Fourier
 transforms round; and ε is rounded up. Where the grid has nothing to say (δ below 2e-13 times the
-root of the number of steps) the same steps without sampling, which are always worse, give the
-answer.
+root of the number of steps), or would not fit into memory (σ of a few hundredths), the same
+steps without sampling, which are always worse, give the answer.
 
 Steps that take every example (:math:`q=1`) amount to one Gaussian with
 :math:`\sigma^{-2} = \sum_i \sigma_i^{-2}` and need no grid (Balle & Wang 2018, Theorem 8).
@@ -73,8 +73,9 @@ class Process:
     Guarantees:
         :meth:`epsilon_at` and :meth:`delta_at` are upper bounds under add/remove adjacency and do
         not depend on the order of the steps. For sample rates of 1e-3 and more, and ε of 1e-4 and
-        more, ε is at most 3e-4 (relative) too high; for rarer sampling it stays a bound but
-        loosens. More of the same step never gives less ε.
+        more, and noise multipliers of 0.1 and more, ε is at most 3e-4 (relative) too high; for
+        rarer sampling, or less noise, it stays a bound but loosens. More of the same step never
+        gives less ε.
 
     Args:
         segments: Pairs of an event and how often it happens. Zero counts are dropped and equal
@@ -145,7 +146,7 @@ class Process:
         if (sigma := _unsampled_sigma(totals)) in (0.0, math.inf):
             return 0.0 if sigma else 1.0
         bound = _gaussian_delta(sigma, epsilon)
-        if all(event.sample_rate == 1 for event, _ in totals):
+        if bound <= _fourier_noise(totals) or not _on_grid(totals):
             return bound
         sampled = float(_composed(totals, 1).get_delta_for_epsilon(epsilon))
         return min(bound, sampled * (1 + _RELATIVE_SLACK) + _fourier_noise(totals))
@@ -177,6 +178,11 @@ _WIDEST = 2.0**-3
 _MAX_POINTS = 2**17
 # Rounding summed over the grid, whose size goes with the square root of the number of steps.
 _FOURIER_NOISE = 2e-13
+# Of less noise, what the exact formula subtracts from one another has too few digits.
+_LITTLE_NOISE = 1e-5
+# A single step's loss up to which, and as many points with which, a grid still fits into memory.
+_LARGEST_LOSS = 2.0**14
+_MAX_COMPOSED = 2.0**22
 _RELATIVE_SLACK = 1e-9
 
 
@@ -205,10 +211,20 @@ def _epsilon(totals: _Totals, delta: float, coarser: int) -> float:
         return 0.0 if sigma else math.inf
     bound = _gaussian_epsilon(sigma, delta)
     certain = delta * (1 - _RELATIVE_SLACK) - _fourier_noise(totals)
-    if certain <= 0 or all(event.sample_rate == 1 for event, _ in totals):
+    if bound == 0 or certain <= 0 or not _on_grid(totals):
         return bound
     sampled = float(_composed(totals, coarser).get_epsilon_for_delta(certain))
     return min(bound, sampled * (1 + _RELATIVE_SLACK))
+
+
+def _on_grid(totals: _Totals) -> bool:
+    """Whether sampling makes a difference that a grid of losses can show."""
+    if all(event.sample_rate == 1 for event, _ in totals):
+        return False
+    if any(_largest_loss(event) > _LARGEST_LOSS for event, _ in totals):
+        return False
+    spread = math.sqrt(math.fsum(count * _spread(event) ** 2 for event, count in totals))
+    return 20 * spread <= _MAX_COMPOSED * _grid_width(totals)
 
 
 def _fourier_noise(totals: _Totals) -> float:
@@ -235,10 +251,18 @@ def _grid_width(totals: _Totals) -> float:
 
 
 def _mu_per_step(event: GaussianEvent) -> float:
-    sigma, rate = event.noise_multiplier, event.sample_rate
+    return min(_central_limit(event), math.sqrt(event.sample_rate) / event.noise_multiplier)
+
+
+def _central_limit(event: GaussianEvent) -> float:
     # The exponential is beside the point, and overflows, long before its exponent reaches 100.
-    central_limit = rate * math.sqrt(math.expm1(min(sigma**-2, 100.0)))
-    return min(central_limit, math.sqrt(rate) / sigma)
+    return event.sample_rate * math.sqrt(math.expm1(min(event.noise_multiplier**-2, 100.0)))
+
+
+def _spread(event: GaussianEvent) -> float:
+    """Return about the standard deviation of the loss of one step."""
+    sigma, rate = event.noise_multiplier, event.sample_rate
+    return min(_central_limit(event), math.sqrt(rate) * (0.5 / sigma + 1) / sigma)
 
 
 def _largest_loss(event: GaussianEvent) -> float:
@@ -260,14 +284,26 @@ class _Pld(Protocol):
 
 
 def _gaussian_epsilon(sigma: float, delta: float) -> float:
+    if sigma < _LITTLE_NOISE:
+        # The loss is N(1 / (2 sigma^2), 1 / sigma^2), and this the Chernoff bound of its tail.
+        return (0.5 / sigma + math.sqrt(-2 * math.log(delta))) / sigma * (1 + _RELATIVE_SLACK)
+    if _most_delta(sigma) <= delta:
+        return 0.0
     tolerance = 1e-12
     epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
     return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance if epsilon else 0.0
 
 
 def _gaussian_delta(sigma: float, epsilon: float) -> float:
+    if (most := _most_delta(sigma)) <= 1e-15:
+        return most
     loss: Any = privacy_loss_mechanism.GaussianPrivacyLoss(sigma)
     return min(1.0, float(loss.get_delta_for_epsilon(epsilon)) * (1 + _RELATIVE_SLACK) + 1e-15)
+
+
+def _most_delta(sigma: float) -> float:
+    """Return a bound on δ at ε = 0, which is 2 Φ(1 / (2 sigma)) - 1; close for large sigma."""
+    return 0.4 / sigma
 
 
 @lru_cache(maxsize=8)

@@ -183,6 +183,7 @@ def _noised_in_shares(tree: Any, stddev: float, stream: RngKey, *, inplace: bool
 def _with_noise(
     tree: Any, stddev: float, stream: RngKey, *, inplace: bool, share: tuple[int, int] = (0, 1)
 ) -> Any:
+    _check.size_of_noise("the standard deviation of the noise", stddev)
     layout = layout_of(tree)
     flats = pack(tree, layout)
     if not inplace:
@@ -217,3 +218,4 @@ def _require_sensitivity(grads: Any) -> None:
         raise PrivacyError(
             f"no finite noise can cover a sensitivity of {grads.sensitivity!r}; clip first"
         )
+    _check.size_of_noise("the sensitivity of the gradient", grads.sensitivity)

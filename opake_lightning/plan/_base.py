@@ -15,6 +15,7 @@ from opake_lightning import _check
 from opake_lightning._tree import layout_of
 from opake_lightning.accounting import Ledger, calibrate
 from opake_lightning.dpsgd.clipping import Adaptive, Auto
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM
 from opake_lightning.dpsgd.clipping._engines import ENGINES, Engine
 from opake_lightning.dpsgd.clipping._groups import group_numbers
 from opake_lightning.dpsgd.clipping._rule import Rule, bounds_of, check_steps, rule_of
@@ -57,6 +58,10 @@ class PrivatePlan(ABC):
                 "bound, or use NonPrivate() for a run without privacy"
             )
         rule_of(self.clipping_norm)
+        for name in ("clipping_norm", "noise_multiplier", "target_epsilon", "target_delta"):
+            # One of numpy's is a float, too, but a checkpoint that holds it loads only with pickle.
+            if isinstance(value := getattr(self, name), float):
+                object.__setattr__(self, name, float(value))
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise PrivacyError(
                 "give exactly one of noise_multiplier (and read ε off the run) and target_epsilon "
@@ -204,12 +209,23 @@ class PrivateMechanism(ABC):
 
         Raises:
             PrivacyError: If the groups of ``per_group`` do not cover the parameters, each once.
-            ValueError: If a schedule comes to a value that is no clipping norm.
+            ValueError: If a schedule comes to a value that is no clipping norm; or float32 cannot
+                hold gradients, noise or their squares of this size.
         """
         rule = self.rule
         if rule.groups is not None:
             group_numbers(rule.groups, layout_of(params).treespec)
         check_steps(rule.clipping_norm, n_steps or 1)
+        told = f"of the mean gradient (batch_size={self.batch_size}, {_told(self.plan)})"
+        sensitivity = math.hypot(*bounds_of(rule.clipping_norm, 0)) / self.batch_size
+        _check.size_of_noise(f"clipping_norm / batch_size {told}", sensitivity)
+        stddev = _check.size_of_noise(f"the noise's standard deviation {told}", self.noise_stddev)
+        if not stddev <= LARGE_NORM:
+            raise ValueError(
+                f"the noise's standard deviation {told} is {stddev!r}; of anything above "
+                f"{LARGE_NORM:g} no square fits into float32, as adaptive optimizers need it. "
+                "Lower clipping_norm or noise_multiplier, or rescale the loss"
+            )
 
     def check_optimizer(self, optimizer: GradientTransformation, params: Any) -> None:
         """Refuse an optimizer that cannot use what is released.
@@ -311,6 +327,10 @@ class PrivateMechanism(ABC):
             spent=spent,
         )
         return replace(rest, fit_steps=self.planned_steps)
+
+
+def _told(plan: PrivatePlan) -> str:
+    return f"clipping_norm={plan.clipping_norm!r}, noise_multiplier={plan.noise_multiplier!r}"
 
 
 def check_target(plan: PrivatePlan, planned_steps: int | None, spent: Ledger) -> None:

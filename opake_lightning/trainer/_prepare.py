@@ -18,6 +18,7 @@ from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import NonPrivate, Plan, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
+from opake_lightning.trainer._loss import losses_of, require_gradient
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer.data import PoissonLoader
@@ -72,7 +73,11 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism.check_optimizer(transformation, params)
     key = _common_key(trainer, plan)
     spent_steps = run.ledger.n_steps
-    loss_fn, left, resuming = _loss_of(module), partial(_steps_left, trainer), trainer.ckpt_path
+    loss_fn, left, resuming = (
+        _loss_of(module, run),
+        partial(_steps_left, trainer),
+        trainer.ckpt_path,
+    )
     run.prepare(mechanism, transformation, params, loss_fn, key, left, resuming=bool(resuming))
     if loader is not None:
         loader.follow(run.position, run.draw)
@@ -200,21 +205,16 @@ def _places(call: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, s
     }
 
 
-def _loss_of(module: Any) -> Callable[..., Any]:
+def _loss_of(module: Any, run: Run) -> Callable[..., Any]:
     call = _LossCall(module)
     places = _places(call, dict(module.named_parameters()))
 
     def loss_fn(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         swapped = {place: params[name] for place, name in places.items() if name in params}
         out = torch.func.functional_call(call, swapped, (batch,), tie_weights=False)
-        losses, aux = out if isinstance(out, tuple) else (out, {})
-        if not isinstance(losses, Tensor) or losses.dim() != 1:
-            what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses)
-            raise PrivacyError(
-                f"per_example_loss must return one loss per example, a tensor of shape [B], got "
-                f'{what}; use reduction="none", and .mean(1) over tokens or pixels, never over the '
-                "batch"
-            )
+        losses, aux = losses_of(out)
+        if run.at_first_step:
+            require_gradient(losses)
         return losses, (losses.detach(), aux)
 
     return loss_fn

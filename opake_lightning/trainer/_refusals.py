@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey
+from opake_lightning.trainer._parameters import check_parameters
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.strategy import OpakeDDP
 
@@ -159,27 +159,7 @@ def check_module(module: nn.Module) -> None:
                 "others of the batch, so no example's gradient is its own; replace it with "
                 "GroupNorm or LayerNorm, or put it in eval mode with fixed statistics"
             )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise PrivacyError(
-                f"parameter {name} is not initialised yet (lazy module); run one forward pass on "
-                "public or random data before fit"
-            )
-        if type(parameter.data).__name__ == "DTensor":  # whose import takes a second
-            raise PrivacyError(
-                f"parameter {name} is a DTensor (fully_shard or parallelize_module): its gradient "
-                "is summed or spread over ranks before it could be clipped per example; leave the "
-                "model whole, and use Trainer(strategy=OpakeDDP()) for several devices"
-            )
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise PrivacyError(
-                f"parameter {name} has dtype {parameter.dtype}; only real floating-point "
-                "parameters can be trained privately. Store complex ones as torch.view_as_real"
-            )
-    if not any(p.requires_grad for p in module.parameters()):
-        raise PrivacyError(
-            "the module has no trainable parameter (requires_grad is False for all of them)"
-        )
+    check_parameters(module.named_parameters())
 
 
 def is_mixing(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
-from opake_lightning.optimizers.types import ScheduleFreeState
 from opake_lightning.plan import NonPrivate, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in
 from opake_lightning.serialization import from_state_dict
@@ -34,6 +33,7 @@ from opake_lightning.trainer._keys import (
     record_of,
     with_keys,
 )
+from opake_lightning.trainer._rate import rate_of
 from opake_lightning.trainer._recorded import Recorded, refuse_to_repeat
 from opake_lightning.trainer._restored import (
     VERSION,
@@ -185,6 +185,12 @@ class Run(Recorded):
         assert self.state is not None
         return self.state.noise.key, self.state.step
 
+    @property
+    def at_first_step(self) -> bool:
+        """Whether this fit is private and has not released anything yet."""
+        private = isinstance(self.mechanism, PrivateMechanism)
+        return private and self.state is not None and self.state.step == self.begun
+
     def draw(self, key: RngKey, step: int, *, rank: int, world_size: int) -> NDArray[np.int64]:
         """One rank's share of the examples drawn at ``step``, for the loader."""
         assert isinstance(self.mechanism, PrivateMechanism)
@@ -235,16 +241,10 @@ class Run(Recorded):
 
     def learning_rate(self, ahead: int = 0, state: StepState | None = None) -> float | None:
         """Rate that the next update applies, or a later one; None if the optimizer hides it."""
-        rate: Any = getattr(self._optimizer, "lr", None)
         state = state or self.state
-        if rate is None or state is None:
+        if self._optimizer is None or state is None:
             return None
-        # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
-        own = state.optimizer
-        own = own.stages if isinstance(own, ScheduleFreeState) else own
-        counted = isinstance(own, dict) and "step" in own
-        step: int = ahead + (own["step"] if counted else state.step)
-        return float(cast("float", rate(step) if callable(rate) else rate))
+        return rate_of(self._optimizer, state, ahead)
 
     # -- weights to train on, and weights to publish ----------------------------------------------
 

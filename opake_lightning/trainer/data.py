@@ -102,7 +102,7 @@ class PoissonLoader:
                 raise PrivacyError(f"PoissonLoader draws its own batches; remove {name}=")
         if not loader_kwargs.pop("in_order", True):
             raise ValueError("PoissonLoader needs in_order=True: a batch belongs to one step")
-        n = len(cast("Sized", dataset))
+        n = _length(dataset)
         expected_rate(batch_size, n)  # refuses what cannot be drawn
         self.dataset = dataset
         self.batch_size = batch_size
@@ -143,11 +143,19 @@ class PoissonLoader:
                 "PoissonLoader has no key; pass key=random.key(7) or key=random.fresh_key(), or "
                 "hand the loader to a Trainer with a DPModule, which supplies it"
             )
+        end = self.next_step + len(self)
         drawn = self._draws.start(self._draw, self._key, self.next_step, self.rank, self.world_size)
         for batch in self._loader:
             self.draw = drawn.popleft()
             self.next_step = self.draw.step + 1
             yield batch if self.draw.size else _emptied(batch)
+        if self.next_step != end:
+            # To whoever iterates it would look like the end of the epoch.
+            raise RuntimeError(
+                f"the dataset or collate_fn raised StopIteration at step {self.next_step}, which "
+                f"would end the epoch {end - self.next_step} steps early; let __getitem__ return "
+                "an example for every index"
+            )
 
     def follow(
         self, position: Callable[[], tuple[RngKey, int]], draw: DrawFn | None = None
@@ -241,6 +249,16 @@ class _Draws:
             # A collate function cannot make a batch of nothing, so an empty draw fetches one
             # example for its structure; its rows are cut off before anyone sees them.
             yield _Indices(mine or [0], stream)
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(cast("Sized", dataset))
+    except (TypeError, NotImplementedError) as error:
+        raise PrivacyError(
+            f"{type(dataset).__name__} does not tell its length ({error!r}), and the sample rate "
+            "is batch_size / len(dataset); give it a __len__ that returns how many examples it has"
+        ) from error
 
 
 class _SeededDataset:

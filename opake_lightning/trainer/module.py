@@ -266,6 +266,15 @@ class DPMixin:
         if self._dp is not None:
             self._dp.publish_weights()
 
+    def _dp_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        private = self._dp is not None and getattr(self._dp.mechanism, "private", False)
+        if batch is None and private:
+            raise PrivacyError(
+                f"batch {batch_idx} became None, in the collate_fn or a batch hook, and Lightning "
+                "makes no step on None: whether there is noise would depend on the data. Return a "
+                "batch with one row per drawn example; of an empty draw, one with zero rows"
+            )
+
     def _dp_on_train_epoch_end(self) -> None:
         # The last word of a run, also of one that a callback stopped, is the exact value.
         module = cast("pl.LightningModule", self)
@@ -371,6 +380,7 @@ _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "on_save_checkpoint": _wrap_before,
     "on_load_checkpoint": _wrap_before,
     "on_train_epoch_start": _wrap_before,
+    "on_train_batch_end": _wrap_before,
     "on_train_epoch_end": _wrap_before,
     "on_train_end": _wrap_before,
     "on_validation_start": _wrap_before,

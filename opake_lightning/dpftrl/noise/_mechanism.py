@@ -208,6 +208,8 @@ class MFNoise:
             # The squares first: they may be those of the gradient, which is about to be written to.
             flats = {"square": self._squares(grads, inplace=inplace)}
             flats["gradient"] = self._flats(grads.gradient.pytree, own=inplace)
+        for name, stddev in stddevs.items():
+            _check.size_of_noise(f"the standard deviation of the noise on the {name}", stddev)
         buffers = dict(state.buffers)
         rings: dict[str, list[Tensor]] = {}
         for name, stream in self._streams.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from opake_lightning import _check
 from opake_lightning.errors import PrivacyError
 from opake_lightning.types import (
     ClippedPytree,
@@ -52,3 +53,4 @@ def _require_sensitivity(grads: Any) -> None:
         raise PrivacyError(
             f"no finite noise can cover a sensitivity of {grads.sensitivity!r}; clip first"
         )
+    _check.size_of_noise("the sensitivity of the gradient", grads.sensitivity)

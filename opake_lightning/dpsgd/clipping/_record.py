@@ -13,6 +13,7 @@ slice, a transpose, or a weight that an adapter was added to. All others are *co
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -88,11 +89,23 @@ class Recorder(TorchFunctionMode):
         self._mark = object()
         self._calm = calm
         self._watching = watching
+        self._eager = contextlib.ExitStack()
         self.anchors: dict[torch.device, Tensor] = {}
         self._known: dict[int, Computed] = {}
         self._originals: dict[tuple[int, torch.Size], Computed] = {}
         for number, leaf in enumerate(leaves):
             self._known[id(leaf)] = Computed(leaf, frozenset((number,)), isometric=True)
+
+    def __enter__(self) -> Any:
+        """Start to watch; compiled modules run uncompiled, or the watcher would be compiled too."""
+        if "torch._dynamo" in sys.modules:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave compiled modules to their compilers again."""
+        super().__exit__(*error)
+        self._eager.close()
 
     def replay(self, originals: Sequence[Tensor]) -> None:
         """From here on record nothing, and take the module's own parameters for the leaves.
