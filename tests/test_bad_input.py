@@ -90,7 +90,7 @@ def test_a_schedule_has_a_value_at_every_step_of_a_long_run():
 @pytest.mark.parametrize("steps", [1, 10**5])
 def test_every_noise_has_an_epsilon(rate, steps):
     """Little noise makes a grid of losses too large for any memory; much leaves nothing on it."""
-    sigmas = [1e-99, 1e-30, 1e-8, 1e-4, 5e-3, 1e8, 1e16, 1e38, 1e99]
+    sigmas = [1e-99, 1e-30, 1e-8, 1e-4, 5e-3, 0.01, 1e8, 1e16, 1e38, 1e99]
     runs = [Process(((GaussianEvent(sigma, rate), steps),)) for sigma in sigmas]
     found = [run.epsilon_at(1e-5) for run in runs]
     assert found == sorted(found, reverse=True)
@@ -100,6 +100,14 @@ def test_every_noise_has_an_epsilon(rate, steps):
     assert all(
         coarse_epsilon(run, 1e-5) >= epsilon for run, epsilon in zip(runs, found, strict=True)
     )
+
+
+def test_ten_million_steps_are_still_told_from_steps_without_sampling():
+    """By the central limit they are one Gaussian with μ = q √(T (exp(σ⁻²) - 1)): ε = 21.8."""
+    process = Process(((GaussianEvent(1.1, 0.001), 10**7),))
+    mu = 0.001 * math.sqrt(10**7 * math.expm1(1.1**-2))
+    gaussian = Process(((GaussianEvent(1 / mu), 1),)).epsilon_at(1e-5)
+    assert gaussian < process.epsilon_at(1e-5) < 1.05 * gaussian
 
 
 @pytest.mark.parametrize("sigma", [1e-8, 1e-6, 9e-6])

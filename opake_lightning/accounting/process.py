@@ -181,8 +181,9 @@ _FOURIER_NOISE = 2e-13
 # Of less noise, what the exact formula subtracts from one another has too few digits.
 _LITTLE_NOISE = 1e-5
 # A single step's loss up to which, and as many points with which, a grid still fits into memory.
+# 2^23 points take 2 GB and some seconds, and are enough for 10^7 ordinary steps.
 _LARGEST_LOSS = 2.0**14
-_MAX_COMPOSED = 2.0**22
+_MAX_COMPOSED = 2.0**23
 _RELATIVE_SLACK = 1e-9
 
 

@@ -46,11 +46,6 @@ def _complaints(named: list[tuple[str, nn.Parameter]]) -> Iterator[str]:
                 "is summed or spread over ranks before it could be clipped per example; leave the "
                 "model whole, and use Trainer(strategy=OpakeDDP()) for several devices"
             )
-        if parameter.is_meta:
-            yield (
-                f"parameter {name} is on the meta device and has no values yet; give it some "
-                "before fit, with to_empty(device=...) and an initialisation"
-            )
         if not parameter.requires_grad:
             continue
         if parameter.dtype not in _TRAINABLE:

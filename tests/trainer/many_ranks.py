@@ -34,16 +34,8 @@ STEPS, HALF = 8, 4
 SIGMA, BATCH_SIZE = 2.0, 2  # of 24 examples: on 4 ranks most shares are empty
 RESUMED = ((1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (1, 4))
 WAYS = (
-    "raise",
-    "exit",
-    "kill",
-    "save",
-    "on_exception",
-    "in_shares",
-    "interrupt",
-    "stale",
-    "twice",
-    "term",
+    *("raise", "exit", "kill", "save", "on_exception", "in_shares", "interrupt"),
+    *("stale", "twice", "term", "detach"),
 )
 NOISES = 200  # by 200 parameters in the module whose update is noise alone
 
@@ -171,6 +163,14 @@ class Failing(Net):
         return super().per_example_loss(batch)
 
 
+class Detaching(Failing):
+    """Its losses have no gradient, on one rank."""
+
+    def per_example_loss(self, batch: Any) -> Tensor:
+        losses = Net.per_example_loss(self, batch)
+        return losses.detach() if self.trainer.global_rank == self.at else losses
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -191,8 +191,8 @@ def room_again() -> None:
 def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, Any]:
     """One rank fails; what this one raises, how soon, and whether it can go on by itself."""
     net, callbacks, checkpoint = Net(), [], None
-    if way in ("raise", "on_exception", "twice"):
-        net = Failing()
+    if way in ("raise", "on_exception", "twice", "detach"):
+        net = Detaching() if way == "detach" else Failing()
         net.at = at
     if way == "in_shares":  # of noise whose past each rank remembers in part
         net = Failing(mf_plan())

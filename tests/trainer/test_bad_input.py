@@ -15,6 +15,7 @@ from opake_lightning import PoissonLoader, PrivacyError
 from opake_lightning.random import key
 from tests.trainer.bad_input import both, correlated, refused
 from tests.trainer.helpers import (
+    Draws,
     Net,
     Points,
     Validated,
@@ -97,9 +98,13 @@ def test_a_later_loss_may_be_constant(tmp_path):
             loss = super().per_example_loss(batch)
             return loss.detach() if self.trainer.global_step > 2 else loss
 
-    module = Stops()
-    make_trainer(tmp_path).fit(module, make_loader())
-    assert module.privacy_spent().n_steps == 8
+    module, whole, saves = Stops(), Stops(), ModelCheckpoint(tmp_path, every_n_train_steps=5)
+    straight, again = make_trainer(tmp_path, callbacks=[saves]), make_trainer(tmp_path)
+    straight.fit(whole, make_loader())
+    assert whole.privacy_spent().n_steps == 8
+    # Nor are those of a resumed run, which makes the same steps.
+    again.fit(module, make_loader(), ckpt_path=saves.best_model_path)
+    assert_same(snapshot(module, again), snapshot(whole, straight))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -281,6 +286,15 @@ def test_a_batch_larger_than_the_dataset(make_plan, tmp_path):
     refused(tmp_path, match, module=Net(make_plan()), loader=make_loader(batch_size=25))
 
 
+def test_a_batch_of_the_whole_dataset_is_a_rate_of_one(tmp_path):
+    module, draws = Net(), Draws()
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[draws])
+    trainer.fit(module, make_loader(batch_size=24))
+    assert draws.seen == {0: list(range(24))}
+    spent = module.privacy_spent()
+    assert (spent.n_steps, round(spent.epsilon, 4)) == (1, 4.3772)  # the plain Gaussian's
+
+
 def _no_rows(rows):
     return torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)
 
@@ -328,6 +342,14 @@ def crossing_columns(net):
     net.own, net.other = nn.Parameter(table[:, :4]), nn.Parameter(table[:, 3:])
 
 
+def overlapping_the_first_of_two(net):
+    """In memory one lies between those that meet, in columns that neither has."""
+    table = torch.randn(8, 6)
+    net.wide = nn.Parameter(table[:, :3])
+    net.narrow = nn.Parameter(table[:2, 3:])
+    net.third = nn.Parameter(table[3:, 1:3])
+
+
 def expanded_bias(net):
     net.net[0].bias = nn.Parameter(torch.zeros(1).expand(4))
 
@@ -342,6 +364,7 @@ def only_empty(net):
 
 
 REFUSED = {
+    "far apart": (overlapping_the_first_of_two, "wide and third share memory"),
     "complex": (own(torch.zeros(3, dtype=torch.complex64)), "complex64.*view_as_real"),
     "float8": (own(torch.zeros(3).to(torch.float8_e4m3fn)), "float8_e4m3fn.*16 bits"),
     "sparse": (own(torch.eye(3).to_sparse()), r"layout torch.sparse_coo.*to_dense\(\)"),

@@ -212,6 +212,13 @@ def test_an_exception_on_one_rank_ends_all_with_its_reason(failed, at):
     assert {result["steps"] for result in results.values()} == {3}
 
 
+def test_losses_without_a_gradient_on_one_rank_end_all_before_a_step(failed):
+    results = failed["detach1"]
+    ends(results, at=1, with_word="rank 1 failed: PrivacyError: the losses that")
+    assert results[1]["error"].startswith("PrivacyError: the losses that per_example_loss returned")
+    assert {result["steps"] for result in results.values()} == {0}
+
+
 @pytest.mark.parametrize("way", ["kill0", "kill1", "exit1"])
 def test_a_rank_that_is_killed_is_named(failed, way):
     at = int(way[-1])
