@@ -119,6 +119,14 @@ def test_little_noise_costs_at_least_what_the_tail_of_its_loss_says(sigma):
     assert m * (m / 2 + quantile) <= epsilon <= m * (m / 2 + 5)
 
 
+@pytest.mark.parametrize("sigma", [10.0, 1e4, 1e8, 1e16, 1e40])
+def test_much_noise_is_not_taken_for_no_cost_at_all(sigma):
+    """At ε = 0 δ is the mass that the two Gaussians do not share, 1 / (σ √(2π)) for large σ."""
+    process, apart = Process(((GaussianEvent(sigma), 1),)), 1 / (sigma * math.sqrt(2 * math.pi))
+    assert 0.999 * apart <= process.delta_at(0.0) <= 1.001 * apart + 1e-15
+    assert process.epsilon_at(0.99 * apart) > 0 == process.epsilon_at(1.01 * apart)
+
+
 @pytest.mark.parametrize("make", ["independent", "correlated"])
 @pytest.mark.parametrize(
     ("sigma", "sensitivity"), [(1.0, 1e-45), (1.0, 1e36), (1e-20, 1e-20), (1e20, 1e20)]

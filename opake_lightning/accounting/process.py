@@ -178,8 +178,8 @@ _WIDEST = 2.0**-3
 _MAX_POINTS = 2**17
 # Rounding summed over the grid, whose size goes with the square root of the number of steps.
 _FOURIER_NOISE = 2e-13
-# Of less noise, what the exact formula subtracts from one another has too few digits.
-_LITTLE_NOISE = 1e-5
+# Of less noise, or more, what the exact formula subtracts from one another has too few digits.
+_LITTLE_NOISE, _MUCH_NOISE = 1e-5, 1e12
 # A single step's loss up to which, and as many points with which, a grid still fits into memory.
 # 2^23 points take 2 GB and some seconds, and are enough for 10^7 ordinary steps.
 _LARGEST_LOSS = 2.0**14
@@ -285,14 +285,14 @@ class _Pld(Protocol):
 
 
 def _gaussian_epsilon(sigma: float, delta: float) -> float:
-    if sigma < _LITTLE_NOISE:
-        # The loss is N(1 / (2 sigma^2), 1 / sigma^2), and this the Chernoff bound of its tail.
-        return (0.5 / sigma + math.sqrt(-2 * math.log(delta))) / sigma * (1 + _RELATIVE_SLACK)
     if _most_delta(sigma) <= delta:
         return 0.0
+    if not _LITTLE_NOISE <= sigma <= _MUCH_NOISE:
+        # The loss is N(1 / (2 sigma^2), 1 / sigma^2), and this the Chernoff bound of its tail.
+        return (0.5 / sigma + math.sqrt(-2 * math.log(delta))) / sigma * (1 + _RELATIVE_SLACK)
     tolerance = 1e-12
     epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
-    return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance if epsilon else 0.0
+    return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance
 
 
 def _gaussian_delta(sigma: float, epsilon: float) -> float:
@@ -303,8 +303,8 @@ def _gaussian_delta(sigma: float, epsilon: float) -> float:
 
 
 def _most_delta(sigma: float) -> float:
-    """Return a bound on δ at ε = 0, which is 2 Φ(1 / (2 sigma)) - 1; close for large sigma."""
-    return 0.4 / sigma
+    """Return δ at ε = 0, which is 2 Φ(1 / (2 sigma)) - 1, rounded up."""
+    return math.erf(math.sqrt(0.125) / sigma) * (1 + _RELATIVE_SLACK)
 
 
 @lru_cache(maxsize=8)
