@@ -29,6 +29,7 @@ from opake_lightning.random import (
     write_key_file,
 )
 from opake_lightning.serialization import from_state_dict, key_paths, state_dict
+from tests.trainer.key_forms import forms
 
 DIGITS = "0123456789abcdef0123456789ABCDEF"
 
@@ -139,6 +140,28 @@ def test_a_digest_tells_keys_apart_and_is_no_key_that_is_used():
     assert len({rng.hex(), rng.digest(), RngKey(rng.bits ^ 1).digest()}) == 3
     for word in ("gaussian_noise", "mf_gaussian", "forward", "poisson", "split", 0):
         assert fold_in(rng, word).hex() != rng.digest()
+    # Checkpoints name words to fold in, and who changes one may name any.
+    for word in ("fingerprint", "digest", "compare", ""):
+        assert fold_in(rng, word).hex() != rng.digest()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda given: DPSGD(clipping_norm=1.0, noise_multiplier=1.0, key=given),
+        lambda given: dpftrl(identity_strategy(), key=given),
+        lambda given: fold_in(given, 1),
+        lambda given: RngKey(given),
+        lambda given: RngKey(-int(given, 16)),
+        lambda given: RngKey(int(given, 16) << 8),
+        lambda given: RngKey.from_hex(f"{given}0"),
+    ],
+)
+def test_a_key_in_another_form_is_refused_and_not_repeated(take):
+    with pytest.raises((TypeError, ValueError), match=r"key|RngKey") as refused:
+        take(DIGITS)
+    told = str(refused.value).lower()
+    assert not any(form.decode("latin-1") in told for form in forms(RngKey.from_hex(DIGITS)))
 
 
 def test_a_state_can_be_saved_without_its_keys():

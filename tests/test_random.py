@@ -94,11 +94,15 @@ def test_a_fresh_key_does_not_come_from_a_global_seed():
     [
         (lambda: key(-1), ValueError, "seed must be >= 0, got -1"),
         (lambda: key(1.0), TypeError, r"seed must be an int, got 1\.0"),
-        (lambda: RngKey(-1), ValueError, "bits must be >= 0"),
+        (lambda: RngKey(-1), ValueError, "a key has 128 bits, and no sign"),
         (lambda: RngKey(2**128), ValueError, "a key has 128 bits"),
         (lambda: fold_in(key(1), -1), ValueError, "data must be >= 0, got -1"),
-        (lambda: fold_in(7, 1), TypeError, "expected an RngKey, got 7 of type int"),
-        (lambda: generator(None), TypeError, r"expected an RngKey, got None .*random\.key\(seed\)"),
+        (lambda: fold_in(7, 1), TypeError, "expected an RngKey, got a int"),
+        (
+            lambda: generator(None),
+            TypeError,
+            r"expected an RngKey, got a NoneType.*random\.key\(seed\)",
+        ),
         (lambda: split(key(1), 0), ValueError, "n must be >= 1, got 0"),
         (lambda: add_normal_(key(1), torch.zeros(2, 2), 1.0), TypeError, "flat float32 or float64"),
         (lambda: add_normal_(key(1), torch.zeros(2).half(), 1.0), TypeError, "torch.float16"),

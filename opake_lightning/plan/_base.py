@@ -82,7 +82,10 @@ class PrivatePlan(ABC):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
         if self.key is not None and not isinstance(self.key, RngKey):
-            raise TypeError(f"key must be None or an RngKey (random.key(7)), got {self.key!r}")
+            raise TypeError(
+                "key must be None or an RngKey (random.key(7), random.key_from_file(path)), got a "
+                f"{type(self.key).__name__}"
+            )
         if not isinstance(self.key_in_checkpoint, bool):
             raise TypeError(
                 f"key_in_checkpoint must be True or False, got {self.key_in_checkpoint!r}"

@@ -58,7 +58,8 @@ class DPSGD(PrivatePlan):
         key_in_checkpoint: False leaves all keys out of checkpoints, which then need ``key`` to be
             resumed, and do not tell what the noise was without it; they hold a digest of the key,
             and are refused with another one. One such key will do for many runs: each that starts
-            anew has noise of its own, which its checkpoints, with the key, lead back to.
+            anew has noise of its own, which its checkpoints, with the key, lead back to. One that
+            a run without this option has used is in that run's checkpoints.
 
     Raises:
         PrivacyError: If not exactly one of ``noise_multiplier`` and ``target_epsilon`` is given,

@@ -12,10 +12,10 @@ from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.random import RngKey, fold_in
 from opake_lightning.serialization import state_dict
 from opake_lightning.step import StepState
-from opake_lightning.trainer._journal import Journal, Spending
+from opake_lightning.trainer._journal import Journal, Spending, recorded
 from opake_lightning.trainer._restored import Flat, adopted
 
-__all__ = ["brought_back", "copied", "to_bring_back"]
+__all__ = ["brought_back", "copied", "left_behind", "to_bring_back"]
 
 _AS_THEY_ARE = ("begun", "_unfinished", "_optimizer_name", "_lineage", "_used", "_shared")
 
@@ -33,6 +33,16 @@ def copied(run: Any) -> Any:
         optimizer = adopted(run.state.optimizer, run.state.optimizer)
         copy.state = replace(run.state, noise=noise, optimizer=optimizer)
     copy._parked = None if run._parked is None else dict(run._parked)
+    return copy
+
+
+def left_behind(run: Any) -> Any:
+    """``run`` after a fit in other processes that failed, so that nothing was brought back.
+
+    They may have used its keys, and have counted in the record alone.
+    """
+    copy = copied(run)
+    copy._since = recorded(run.journal.name, run.journal.directories) or copy._since
     return copy
 
 

@@ -63,12 +63,13 @@ def common_token() -> str:
 def on_key_of(
     mechanism: Any, root: RngKey, state: StepState, words: tuple[str, ...]
 ) -> tuple[StepState, tuple[str, ...]]:
-    """``state`` and ``words`` for a fit that goes on, with a key that can be found again.
+    """``state`` and ``words`` for a fit that goes on.
 
-    A plan that keeps keys out of checkpoints may come after one that had another ``root``.
+    A key that is kept apart from checkpoints begins again at ``root``: an earlier fit's may be in
+    one of its checkpoints, and all that follows from it by words is known to who reads that.
     """
     plan = getattr(mechanism, "plan", mechanism)
-    if plan.key_in_checkpoint or derived(root, words) == state.noise.key:
+    if plan.key_in_checkpoint:
         return state, words
     words = first_words(mechanism, "")
     return replace(state, noise=replace(state.noise, key=derived(root, words))), words

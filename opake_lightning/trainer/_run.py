@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
 from opake_lightning.plan import NonPrivate, PrivateMechanism
-from opake_lightning.random import RngKey, fold_in
+from opake_lightning.random import RngKey
 from opake_lightning.serialization import from_state_dict
 from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
@@ -118,25 +119,23 @@ class Run(Recorded):
         ``steps_left`` tells how many steps there are still to come, for a run that forks;
         ``resuming`` that a checkpoint is loaded next, which brings its own place in the streams.
 
-        Streams go on where the ledger is, with a key of each fit's own; noise that is correlated
-        begins anew.
+        Streams go on where the ledger is, on a key of each fit's own; correlated noise begins anew.
         """
-        # One after the other in memory, parameters are updated in one operation.
-        seat(params)
+        seat(params)  # one after the other in memory, they are updated in one operation
         before, name = self.state, self._optimizer_name
         if before is None:
             self.journal, self.words = Journal(), first_words(mechanism, self._lineage)
             key = derived(key, self.words)
         else:
             before, self.words = on_key_of(mechanism, key, before, self.words)
-        clipping = self.plan.get("clipping_norm")
-        self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
-        self._steps_left = steps_left
-        self._optimizer_name = name_of(optimizer)
-        if isinstance(mechanism, PrivateMechanism):
-            if before is not None and not resuming:
+            if not resuming:
                 new_key = self.for_another_fit(before.noise.key)
                 before = replace(before, noise=replace(before.noise, key=new_key))
+            self.state = before  # with its words, whatever fails from here on
+        clipping = self.plan.get("clipping_norm")
+        self.params, self._optimizer, self._loss_fn = params, optimizer, loss_fn
+        self._steps_left, self._optimizer_name = steps_left, name_of(optimizer)
+        if isinstance(mechanism, PrivateMechanism):
             mechanism = mechanism.beginning_at(self.made.n_steps)
         step = self._step_of(mechanism, before.noise.key if before else key)
         self._take(mechanism, step)
@@ -307,7 +306,7 @@ class Run(Recorded):
         """A run that has spent nothing and shares no stream with this one."""
         if self.state is None:
             return Run(lineage=self._lineage)
-        return Run(lineage=fold_in(self.state.noise.key, f"reset {self.state.step}").hex())
+        return Run(lineage=f"reset {self.state.noise.key.digest()} {self.state.step}")
 
     # -- saving and resuming --------------------------------------------------------------------
 
@@ -482,7 +481,9 @@ class Run(Recorded):
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        return {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
+        # A pickle may be loaded more than once; one for a process that is being started is not.
+        shared = {} if get_spawning_popen() else {"_used": True, "_shared": True}
+        return {n: value for n, value in vars(self).items() if n not in _MADE_ANEW} | shared
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""

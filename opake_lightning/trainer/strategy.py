@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from opake_lightning.distributed import leave_group
 from opake_lightning.errors import CheckpointError, PrivacyError
+from opake_lightning.trainer._copies import left_behind
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer._together import (
     ending_together,
@@ -181,6 +182,22 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
 class _Launcher(_MultiProcessingLauncher):
     """Brings back what was spent, too: a second fit in the main process must go on counting."""
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            module: Any = None if trainer is None else trainer.lightning_module
+            if hasattr(module, "_dp"):
+                module._dp = left_behind(module._dp or Run())
+            raise
 
     @override
     def _wrapping_function(

@@ -422,7 +422,7 @@ def test_what_the_noise_is_not_for_is_refused(grads: Any, error: Any, message: s
         ({"n_steps": 2.0}, TypeError, "n_steps must be an int"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be"),
-        ({"key": 42}, TypeError, "expected an RngKey, got 42"),
+        ({"key": 42}, TypeError, "expected an RngKey, got a int"),
         ({"start": -1}, ValueError, "start must be >= 0"),
         ({"min_sep": 0}, ValueError, "min_sep must be >= 1"),
         ({"min_sep": 2, "max_participations": 0}, ValueError, "max_participations must be >= 1"),

@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from opake_lightning import CheckpointError, OpakeDDP
 from opake_lightning.dpftrl.noise import bisr_strategy, identity_strategy, lambda_cgd_strategy
 from opake_lightning.optimizers import adamw, schedule_free, sgd
+from opake_lightning.plan import NonPrivate
 from opake_lightning.random import RngKey, fold_in, key
+from opake_lightning.trainer import _keys
 from opake_lightning.trainer._keys import derived
 from opake_lightning.trainer._run import Run
 from tests.trainer.cases_dpftrl import mf_plan
@@ -240,6 +242,21 @@ def test_a_second_fit_resumes_whatever_key_the_first_had(tmp_path, first):
     resumes_alike(lambda: Net(apart()), tmp_path, "a", 3, whole)
 
 
+@pytest.mark.parametrize("between", [NonPrivate, plan])
+def test_a_fit_whose_checkpoints_hold_keys_gives_away_no_fit_beside_it(tmp_path, between):
+    net, keys = Net(apart()), []
+    for privacy in (apart(), between(), apart()):
+        net.privacy = privacy
+        fit(net, tmp_path).save_checkpoint(tmp_path / f"{len(keys)}.ckpt")
+        keys.append(net._dp.state.noise.key)
+    content = (tmp_path / "1.ckpt").read_bytes()
+    assert any(form in content for form in forms(keys[1]))
+    assert not any(form in content for form in forms(keys[0]))
+    words = stored(tmp_path / "2.ckpt")["words"]
+    assert keys[2] == derived(KEY, words)
+    assert keys[2] not in [derived(keys[1], words[at:]) for at in range(len(words) + 1)]
+
+
 def test_copies_resets_and_loaded_weights_have_own_noise_and_resume(tmp_path):
     net = Net(apart())
     fit(net, tmp_path, save="a", max_epochs=1)
@@ -278,7 +295,10 @@ BROUGHT = {
 
 
 @pytest.mark.parametrize("name", BROUGHT)
-def test_what_a_process_brings_back_is_plain_and_enough_for_a_second_fit(name, tmp_path):
+def test_what_a_process_brings_back_is_plain_and_enough_for_a_second_fit(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_keys, "common_token", lambda: "one token")  # to compare what follows
     make, optimizer = BROUGHT[name]
     stayed = Net(make(), optimizer)
     fit(stayed, tmp_path, save="a", max_epochs=1)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import pickle
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from opake_lightning import CheckpointError, PoissonLoader, PrivacyError
+from opake_lightning import CheckpointError, OpakeDDP, PoissonLoader, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
+from opake_lightning.trainer._keys import derived
+from opake_lightning.trainer._run import Run
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
 
@@ -260,6 +266,89 @@ class StopAfter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.left -= 1
         trainer.should_stop = self.left <= 0
+
+
+@pytest.mark.parametrize("fits", [0, 1])
+def test_what_is_loaded_from_one_pickle_twice_shares_no_noise(fits, tmp_path):
+    net = still()
+    noise_of_fit(net, tmp_path)
+    if not fits:  # its live key has not been used yet
+        net = copy.deepcopy(net)
+    nets = [net]
+    for _ in range(2):
+        twin = still()
+        twin._dp = pickle.loads(pickle.dumps(net._dp))
+        nets.append(twin)
+    noises = [noise_of_fit(net, tmp_path) for net in nets]
+    assert not any(reused(a, b) for a, b in itertools.combinations(noises, 2))
+    assert [net.privacy_spent().n_steps for net in nets] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("part", ["_step_of", "_take"])
+def test_a_fit_that_fails_before_its_first_step_leaves_no_used_key(part, tmp_path, monkeypatch):
+    net = still()
+    noise_of_fit(net, tmp_path)
+    before = net._dp.state.noise.key
+    kept = getattr(Run, part)
+    monkeypatch.setattr(Run, part, lambda: "which takes more arguments")
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):
+        noise_of_fit(net, tmp_path)
+    monkeypatch.setattr(Run, part, kept)
+    noise_of_fit(net, tmp_path)
+    assert before != net._dp.state.noise.key == derived(key(7), net._dp.words)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_steps_without_privacy_count_while_recorded_ones_are_repeated(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "a", "{step}", every_n_train_steps=1, save_top_k=-1)
+    make_trainer(tmp_path, callbacks=[saver]).fit(Net(), make_loader())
+    net = Net()
+    make_trainer(tmp_path, callbacks=[StopAfter(1)]).fit(
+        net, make_loader(), ckpt_path=tmp_path / "a" / "step=4.ckpt"
+    )
+    assert net.privacy_spent().n_steps == 8  # 5 of which it has made itself
+    net.privacy = NonPrivate()
+    make_trainer(tmp_path, max_epochs=-1, max_steps=2).fit(net, make_loader())
+    spent = net.privacy_spent()
+    assert (spent.n_steps, spent.epsilon) == (10, float("inf"))
+
+
+class FailsOnce(Net):
+    """Its loss raises in a process that was started, at step 3, while ``fails`` is set."""
+
+    fails = False
+
+    def per_example_loss(self, batch: Any) -> torch.Tensor:
+        if self.fails and self.trainer.global_step == 3:
+            raise ValueError("the loss of the user")
+        return super().per_example_loss(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("fits", [0, 1])
+def test_started_processes_that_fail_have_used_their_keys_and_are_counted(fits, tmp_path):
+    def fit(folder: str) -> None:
+        strategy = OpakeDDP(start_method="spawn")
+        saver = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(tmp_path, max_epochs=1, strategy=strategy, callbacks=[saver])
+        trainer.fit(net, make_loader())
+
+    def used(folder: str) -> str:
+        saved = torch.load(next((tmp_path / folder).glob("*.ckpt")), weights_only=True)
+        return saved["optimizer_states"][0]["opake_lightning"]["key_digest"]
+
+    net = FailsOnce(plan(), partial(adamw, 0.05))
+    for _ in range(fits):
+        fit("a")
+    net.fails = True
+    with pytest.raises(Exception, match="the loss of the user"):
+        fit("b")
+    net.fails = False
+    fit("c")
+    assert used("b") != used("c")
+    # The first fit's record, which is where the main process can look, knows of them as well.
+    assert net.privacy_spent().n_steps == (4 + 3 + 4 if fits else 4)
 
 
 def test_a_second_fit_is_reproducible(tmp_path):
