@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +32,7 @@ class Recorded:
         journal: The record of releases beside the checkpoints.
         directories: Where to look for the record of a checkpoint that is about to be resumed.
         words: What was folded into the plan's key, to come to the one that is used; public.
+        process: The one that the run goes on in. In all others it is a copy.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,6 +41,7 @@ class Recorded:
         self.journal = Journal()
         self.directories: list[Path] = []
         self.words: tuple[str, ...] = ()
+        self.process = os.getpid()
         # Whether the live key has been used, and whether others may have come to it as well.
         self._used = self._shared = False
         # What was released after the checkpoint that the module was loaded from.
@@ -84,19 +87,22 @@ class Recorded:
         """The key for a fit after one with ``key``; as :meth:`fork`, but the same each time.
 
         The earlier fit may go on, too, from a checkpoint, and would come to the same steps with
-        other gradients. All who resume one checkpoint share its key, so what they fit next does
-        not follow from it.
+        other gradients. All who resume one checkpoint share its key, and so do processes that a run
+        was forked into or sent to, so what they fit next does not follow from it.
         """
         if self.made != self.ledger:  # steps of this key that this fit may not repeat as they were
             return self.fork(key)
-        if not self._used:
+        copied = self.process != os.getpid()
+        if not self._used and not copied:
             return key
         word = f"fit {len(self.forks) + 1}"
-        return self._on_new_key(key, *((word, common_token()) if self._shared else (word,)))
+        shared = self._shared or copied
+        return self._on_new_key(key, *((word, common_token()) if shared else (word,)))
 
     def _on_new_key(self, key: RngKey, *words: str) -> RngKey:
         self.made, self.forks = self.ledger, (*self.forks, self.ledger.n_steps)
         self.words, self._used, self._shared = (*self.words, *words), False, False
+        self.process = os.getpid()
         return derived(key, words)
 
     def go_on_recording(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -481,9 +480,8 @@ class Run(Recorded):
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process of the same run needs; functions and parameters are made there."""
-        # A pickle may be loaded more than once; one for a process that is being started is not.
-        shared = {} if get_spawning_popen() else {"_used": True, "_shared": True}
-        return {n: value for n, value in vars(self).items() if n not in _MADE_ANEW} | shared
+        kept = {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
+        return {**kept, "process": 0}  # of which there may be several
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""

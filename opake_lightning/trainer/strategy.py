@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -213,6 +214,9 @@ class _Launcher(_MultiProcessingLauncher):
         if self._start_method == "forkserver":
             # Lightning does it for spawn alone: all ranks would update the same memory.
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        run = getattr(None if trainer is None else trainer.lightning_module, "_dp", None)
+        if run is not None:
+            run.process = os.getpid()  # until it is brought back
         with ending_together():
             super()._wrapping_function(
                 process_idx, trainer, function, args, kwargs, return_queue, global_states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 from functools import partial
 from typing import Any
@@ -282,6 +283,40 @@ def test_what_is_loaded_from_one_pickle_twice_shares_no_noise(fits, tmp_path):
     noises = [noise_of_fit(net, tmp_path) for net in nets]
     assert not any(reused(a, b) for a, b in itertools.combinations(noises, 2))
     assert [net.privacy_spent().n_steps for net in nets] == [8, 8, 8]
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("fits", [0, 1])
+def test_processes_that_a_run_is_forked_into_share_no_key(fits, tmp_path):
+    net = still()
+    noise_of_fit(net, tmp_path)
+    run = net._dp if fits else copy.deepcopy(net)._dp
+
+    def next_key() -> str:
+        return run.for_another_fit(run.state.noise.key).hex()
+
+    def in_a_fork() -> str:
+        out, into = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(into, next_key().encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return os.read(out, 100).decode()
+
+    assert len({in_a_fork(), in_a_fork(), next_key()}) == 3
+    assert run.words[-1] == "fit 1" or not fits  # while the run itself is reproducible
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_second_fit_in_started_processes_is_reproducible(method, tmp_path):
+    net = Net(plan(), partial(adamw, 0.05))
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, strategy=OpakeDDP(start_method=method), max_epochs=1)
+        trainer.fit(net, make_loader())
+    assert net._dp.words == ("fit 1",)
 
 
 @pytest.mark.parametrize("part", ["_step_of", "_take"])
