@@ -20,6 +20,8 @@ from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
+from opake_lightning.step import Step
+from opake_lightning.trainer import _run
 from opake_lightning.trainer._journal import Journal, Spending, recorded
 from tests.trainer.helpers import (
     BATCH_SIZE,
@@ -277,6 +279,28 @@ def test_a_second_fit_in_the_middle_of_repeated_steps_gets_a_new_key(tmp_path):
     assert net._dp.state.noise.key != key(7)
     assert net._dp.forks == (5,)
     assert net._dp.made.n_steps == net.privacy_spent().n_steps == 9
+
+
+@pytest.mark.parametrize(("ranks", "counted"), [(1, 3), (2, 4)])
+def test_a_step_is_recorded_before_another_rank_may_have_its_sum(
+    ranks, counted, tmp_path, monkeypatch
+):
+    """On one rank after it, so that one that failed costs nothing."""
+    release = Step.release
+
+    def dies(self: Step, params: Any, batch: Any, state: Any, **how: Any) -> Any:
+        if state.step == 3:
+            raise RuntimeError("killed")
+        return release(self, params, batch, state, **how)
+
+    monkeypatch.setattr(Step, "release", dies)
+    monkeypatch.setattr(_run, "world_size", lambda: ranks)
+    net = Net()
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(net, tmp_path, saver(tmp_path))
+    found = recorded(net._dp.journal.name, [tmp_path])
+    assert found is not None
+    assert found.ledger.n_steps == counted
 
 
 # -- load_from_checkpoint -------------------------------------------------------------------------

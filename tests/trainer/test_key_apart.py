@@ -174,7 +174,8 @@ def test_a_key_that_was_changed_in_its_checkpoint_is_refused(tmp_path):
     state = checkpoint["optimizer_states"][0]["opake_lightning"]["state"]
     state["noise/key"] = OTHER.hex()
     torch.save(checkpoint, path)
-    refused(plan(key=KEY), path, "key in the checkpoint is not the one")
+    for now in (plan(key=KEY), plan(key=KEY, clipping_norm=2.0, on_changed_plan="fork")):
+        refused(now, path, "key in the checkpoint is not the one")
     state["noise/key"] = KEY.hex()[1:]
     torch.save(checkpoint, path)
     refused(plan(key=KEY), path, "'noise/key' is not a key")
@@ -200,10 +201,11 @@ def test_noise_that_was_stored_is_not_silently_drawn_again(tmp_path):
 # -- forks, second fits, copies -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("new", [KEY, OTHER], ids=["same_key", "other_key"])
 @pytest.mark.parametrize("make", [apart, mf_apart])
-def test_a_fork_has_new_noise_and_resumes_as_itself(tmp_path, make, new):
-    fit(Net(make()), tmp_path, save="a")
+def test_a_fork_has_new_noise_and_resumes_as_itself(tmp_path, make, new, held):
+    fit(Net(make(key_in_checkpoint=held)), tmp_path, save="a")
 
     def forked() -> Net:
         return Net(make(key=new, clipping_norm=2.0, on_changed_plan="fork"))
@@ -255,6 +257,17 @@ def test_a_fit_whose_checkpoints_hold_keys_gives_away_no_fit_beside_it(tmp_path,
     words = stored(tmp_path / "2.ckpt")["words"]
     assert keys[2] == derived(KEY, words)
     assert keys[2] not in [derived(keys[1], words[at:]) for at in range(len(words) + 1)]
+
+
+def test_runs_that_come_to_a_key_later_have_unrelated_noise(tmp_path):
+    keys = {KEY}
+    for _ in range(2):
+        net = Net(plan(key=None))
+        fit(net, tmp_path, max_epochs=1)
+        net.privacy = apart()
+        fit(net, tmp_path, max_epochs=1)
+        keys.add(net._dp.state.noise.key)
+    assert len(keys) == 3
 
 
 def test_copies_resets_and_loaded_weights_have_own_noise_and_resume(tmp_path):

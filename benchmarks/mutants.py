@@ -1,0 +1,153 @@
+"""Break one line at a time of what privacy depends on, and see whether the tests notice.
+
+    OMP_NUM_THREADS=1 python benchmarks/mutants.py               # all of mutants.json, in a copy
+    OMP_NUM_THREADS=1 python benchmarks/mutants.py noise _run    # those of files with such names
+
+``mutants.json`` has, for each file, the tests that guard it, and mutants: text that is in the file
+once, what takes its place, and, if need be, ``tests`` of its own, such as those of several ranks,
+and, of one that changes no guarantee, ``why``. Prints all of them as they are tried, then a table,
+and fails if one has survived without a reason. Each is tried in a fork of a process that has the
+large imports done; tests that killed one before go first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("opake_lightning", "tests", "benchmarks", "examples", "docs", "pyproject.toml")
+PRELOADED = [
+    "cryptography",
+    "dp_accounting.pld",
+    "lightning.pytorch",
+    "numpy",
+    "optree",
+    "pytest",
+    "scipy.signal",
+    "scipy.stats",
+    "torch",
+    "torch.func",
+    "torchmetrics",
+    "torchopt",
+]
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
+SLOW_TOO = ["-m", "not gpu"]
+TIMEOUT = 240  # a mutant that hangs is one that was noticed
+
+
+class Trial:
+    """A copy of the repository, and what runs tests in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.copy, self.log, self._failed = folder / "copy", folder / "log", folder / "failed"
+        for part in COPIED:
+            source, target = ROOT / part, self.copy / part
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+
+    def failure(self, tests: list[str]) -> str | None:
+        """The first of ``tests`` that fails, "" if that cannot be told; None if all pass."""
+        self._failed.write_text("")
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(self._run(tests))
+            finally:  # the folder is the parent's
+                traceback.print_exc()
+                os._exit(2)
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return self._failed.read_text() if status else None
+            time.sleep(0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return ""
+
+    def _run(self, tests: list[str]) -> int:
+        import pytest
+
+        out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(self.copy)
+        sys.path.insert(0, str(self.copy))
+        os.environ["PYTHONPATH"] = str(self.copy)  # of the processes that tests start
+        return int(pytest.main([*OPTIONS, *tests], plugins=[self]) != 0)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note which test has failed."""
+        if report.failed:
+            self._failed.write_text(report.nodeid)
+
+
+def under_tests(names: list[str]) -> list[str]:
+    return [f"tests/{name}" for name in names]
+
+
+def try_file(
+    trial: Trial, file: str, tests: list[str], mutants: list[dict[str, Any]]
+) -> list[bool]:
+    """Try all mutants of a file; which of them have survived."""
+    path = trial.copy / "opake_lightning" / file
+    right = path.read_text()
+    if trial.failure(tests) is not None:
+        raise RuntimeError(f"{file}: a test fails on what is right\n{trial.log.read_text()}")
+    killers: list[str] = []
+    survived: list[bool] = []
+    for mutant in mutants:
+        old, new, begun = mutant["old"], mutant["new"], time.monotonic()
+        path.write_text(right.replace(old, new))
+        if "tests" in mutant:
+            killer = trial.failure([*SLOW_TOO, *under_tests(mutant["tests"])])
+        elif (killer := trial.failure([*killers, *tests])) and killer not in killers:
+            killers.append(killer)
+        survived.append(killer is None)
+        verdict = "SURVIVED" if killer is None else "killed"
+        known = f"  ({mutant['why']})" if "why" in mutant else ""
+        print(f"{verdict} {time.monotonic() - begun:4.0f} s {file}: {old!r} -> {new!r}{known}")
+        sys.stdout.flush()
+    path.write_text(right)
+    return survived
+
+
+def main(names: list[str]) -> int:
+    """Try the mutants of the files that are named; how many survived, and nobody knows why."""
+    for module in PRELOADED:
+        __import__(module)
+    suite: dict[str, Any] = json.loads((ROOT / "benchmarks/mutants.json").read_text())
+    suite = {f: p for f, p in suite.items() if not names or any(name in f for name in names)}
+    for file, part in suite.items():
+        text = (ROOT / "opake_lightning" / file).read_text()
+        for mutant in part["mutants"]:
+            if text.count(mutant["old"]) != 1:
+                raise ValueError(f"{file}: {text.count(mutant['old'])} times {mutant['old']!r}")
+    rows: list[str] = []
+    unexplained = 0
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(Path(folder))
+        for file, part in suite.items():
+            survived = try_file(trial, file, under_tests(part["tests"]), part["mutants"])
+            unexplained += sum(
+                lives and "why" not in mutant
+                for lives, mutant in zip(survived, part["mutants"], strict=True)
+            )
+            rows.append(f"| `{file}` | {len(survived)} | {sum(survived)} |")
+    print("\n".join(["", "| file | mutants | survived |", "|---|---|---|", *rows]))
+    return unexplained
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) and 1)
