@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from scipy import stats
 
 from opake_lightning import _normal
 from opake_lightning._normal import BLOCK, fill_normal, keystream
-from opake_lightning.random import add_normal_, fold_in, key
+from opake_lightning.random import add_normal_, fold_in, key, visit_normals
 
 KEY = bytes(range(32))
 both = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -64,6 +65,33 @@ def test_values_do_not_depend_on_the_number_of_threads(threads, monkeypatch):
     add_normal_(key(7), out, 1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert torch.equal(out, add_normal_(key(7), torch.zeros_like(out), 1.0))
+
+
+def test_a_thread_that_fails_is_heard(monkeypatch):
+    """Else a part would have no noise, and nobody would know."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    out = torch.zeros(40 * BLOCK)
+
+    def fails(drawn, begin, size):
+        if begin + size == len(out):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        visit_normals([key(7)], out, fails)
+
+
+def noise_by_threads():
+    return add_normal_(key(7), torch.zeros(40 * BLOCK), 1.0).numpy()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+    """Those of its parent are not there, and would be waited for."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    mine = noise_by_threads()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        its = pool.apply_async(noise_by_threads).get(timeout=20)
+    assert np.array_equal(mine, its)
 
 
 @both

@@ -164,6 +164,13 @@ def test_the_module_itself_remembers_what_no_file_does(tmp_path):
     assert tells.counts == [5, 5, 5, 6, 7, 8]
 
 
+def test_a_module_that_resumes_another_run_has_spent_what_that_had(tmp_path):
+    ckpt, net, tells = killed(tmp_path), Net(), Tells()
+    fit(net, tmp_path / "other")
+    fit(net, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts == [5, 5, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("budget", [5, 7])
 def test_a_budget_lets_steps_be_repeated_and_no_more(budget, tmp_path):
     ckpt = killed(tmp_path)
@@ -312,6 +319,16 @@ def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(tmp_path):
     assert net.privacy_spent().n_steps == 3  # of these weights
     fit(net, tmp_path, tells, max_epochs=1)
     assert tells.counts == [5, 6, 7, 8, 9]
+
+
+def test_a_record_that_knows_less_than_the_checkpoint_takes_nothing_away(tmp_path):
+    ckpt = killed(tmp_path)
+    record_of(tmp_path).unlink()  # and an older one is put back
+    name = torch.load(ckpt, weights_only=True)["opake_lightning"]["journal"]
+    Journal(name).keep_in(tmp_path, Fake)
+    net = Net.load_from_checkpoint(ckpt)
+    fit(net, tmp_path, max_epochs=1)
+    assert net.privacy_spent().n_steps == 3 + 4
 
 
 def test_what_came_after_counts_towards_a_target(tmp_path):
