@@ -5,9 +5,9 @@
 
 ``mutants.json`` has, for each file, the tests that guard it, and mutants: text that is in the file
 once, what takes its place, and, if need be, ``tests`` of its own, such as those of several ranks,
-and, of one that changes no guarantee, ``why``. Prints all of them as they are tried, then a table,
-and fails if one has survived without a reason. Each is tried in a fork of a process that has the
-large imports done; tests that killed one before go first.
+and, of one that changes no guarantee, ``why``. Prints all of them as they are tried, writes the
+table's rows in ``docs/threat-model.md``, and fails if one has survived without a reason. Each is
+tried in a fork of a process that has the large imports done; tests that killed one before go first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/threat-model.md"
+BEGIN, END = (f"<!-- {word}: benchmarks/mutants.py -->" for word in ("begin", "end"))
+HEAD = ["| file | mutants | survived | why that changes no guarantee |", "|---|---|---|---|"]
 COPIED = ("opake_lightning", "tests", "benchmarks", "examples", "docs", "pyproject.toml")
 PRELOADED = [
     "cryptography",
@@ -84,6 +87,7 @@ class Trial:
         os.dup2(out, 2)
         os.chdir(self.copy)
         sys.path.insert(0, str(self.copy))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is off
         os.environ["PYTHONPATH"] = str(self.copy)  # of the processes that tests start
         return int(pytest.main([*OPTIONS, *tests], plugins=[self]) != 0)
 
@@ -123,29 +127,43 @@ def try_file(
     return survived
 
 
+def row_of(file: str, survived: list[bool], mutants: list[dict[str, Any]]) -> str:
+    left = [m for lives, m in zip(survived, mutants, strict=True) if lives]
+    why = "; ".join(m.get("why", f"**{m['old']!r} as {m['new']!r}**") for m in left)
+    return f"| `{file}` | {len(survived)} | {len(left) or ''} | {why} |"
+
+
+def write(rows: dict[str, str], order: list[str]) -> None:
+    """Put rows into the table of the page; those of files that were not tried stay."""
+    head, rest = PAGE.read_text().split(BEGIN)
+    table, tail = rest.split(END)
+    rows = {line.split("`")[1]: line for line in table.splitlines() if "`" in line} | rows
+    lines = [*HEAD, *(rows[file] for file in order if file in rows)]
+    PAGE.write_text("".join([head, BEGIN, "\n".join(["", "", *lines, "", ""]), END, tail]))
+
+
 def main(names: list[str]) -> int:
     """Try the mutants of the files that are named; how many survived, and nobody knows why."""
     for module in PRELOADED:
         __import__(module)
     suite: dict[str, Any] = json.loads((ROOT / "benchmarks/mutants.json").read_text())
-    suite = {f: p for f, p in suite.items() if not names or any(name in f for name in names)}
-    for file, part in suite.items():
+    parts = {f: p for f, p in suite.items() if not names or any(name in f for name in names)}
+    for file, part in parts.items():
         text = (ROOT / "opake_lightning" / file).read_text()
         for mutant in part["mutants"]:
             if text.count(mutant["old"]) != 1:
                 raise ValueError(f"{file}: {text.count(mutant['old'])} times {mutant['old']!r}")
-    rows: list[str] = []
     unexplained = 0
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
-        for file, part in suite.items():
-            survived = try_file(trial, file, under_tests(part["tests"]), part["mutants"])
+        for file, part in parts.items():
+            mutants = part["mutants"]
+            survived = try_file(trial, file, under_tests(part["tests"]), mutants)
+            write({file: row_of(file, survived, mutants)}, list(suite))
             unexplained += sum(
                 lives and "why" not in mutant
-                for lives, mutant in zip(survived, part["mutants"], strict=True)
+                for lives, mutant in zip(survived, mutants, strict=True)
             )
-            rows.append(f"| `{file}` | {len(survived)} | {sum(survived)} |")
-    print("\n".join(["", "| file | mutants | survived |", "|---|---|---|", *rows]))
     return unexplained
 
 
