@@ -6,6 +6,7 @@ Each has a word of its own, so that no two purposes of a run's key ever share a 
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 import pytest
@@ -155,3 +156,9 @@ def test_what_the_loss_draws():
         drawn, _, state = step.release(torch.zeros(3), None, state)
         with seeded(stream("forward", number, 0)):
             assert torch.equal(drawn, torch.rand(3))
+
+
+def test_what_others_draw():
+    with seeded(KEY):
+        drawn = random.random()
+    assert drawn == random.Random(stream("global").bits).random()

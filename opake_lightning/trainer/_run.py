@@ -304,7 +304,7 @@ class Run(Recorded):
     def successor(self) -> Run:
         """A run that has spent nothing and shares no stream with this one."""
         if self.state is None:
-            return Run(lineage=self._lineage)
+            return Run(lineage=self._lineage and f"{self._lineage}, reset")
         return Run(lineage=f"reset {self.state.noise.key.digest()} {self.state.step}")
 
     # -- saving and resuming --------------------------------------------------------------------

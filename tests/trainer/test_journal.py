@@ -256,6 +256,7 @@ def test_forks_are_in_the_public_record(tmp_path):
     trainer.save_checkpoint(tmp_path / "public.ckpt", weights_only=True)
     public = torch.load(tmp_path / "public.ckpt", weights_only=True)["opake_lightning"]
     assert public["forks"] == [5]
+    assert Net.load_from_checkpoint(tmp_path / "public.ckpt")._dp.public() == public
     assert public["ledger"] == {"segments": [[1.0, 0.25, 10]]}
 
 

@@ -126,6 +126,22 @@ def test_weights_from_a_checkpoint_do_not_bring_back_its_noise(tmp_path):
     assert not reused(noise_of_fit(copy.deepcopy(twin), tmp_path), noise_of_fit(twin, tmp_path))
 
 
+def test_whatever_begins_anew_has_a_key_of_its_own(tmp_path):
+    """Also if the plan names the key, and whatever the runs before have come to."""
+    keys, short, long = {key(7)}, still(), still()
+    for net, epochs in ((short, 1), (long, 2)):
+        trainer = make_trainer(tmp_path, max_epochs=epochs)
+        trainer.fit(net, make_loader())
+        path = tmp_path / f"{epochs}.ckpt"
+        trainer.save_checkpoint(path)
+        keys.add(key_of_next_fit(Flat.load_from_checkpoint(path, privacy=plan()), tmp_path))
+        loaded = Flat.load_from_checkpoint(path, privacy=plan())
+        for module in (net, loaded):
+            module.reset_privacy()
+            keys.add(key_of_next_fit(module, tmp_path))
+    assert len(keys) == 1 + 2 * 3
+
+
 def test_optimizer_state_is_adopted_only_by_the_same_optimizer(tmp_path):
     net = Net(optimizer=lambda: adamw(lr=0.01))
     for _ in range(2):
@@ -253,6 +269,20 @@ def test_a_fit_after_another_shares_no_noise_with_a_checkpoint_that_goes_on(mech
     for _ in range(2):  # as often as you like
         keys.add(key_of_next_fit(resumed(callbacks=[StopAfter(1)]), tmp_path))
     assert len(keys) == 5
+
+
+def test_a_fit_after_a_resume_that_had_nothing_left_to_do_shares_no_noise_either(tmp_path):
+    keys, end = {key(7)}, tmp_path / "end.ckpt"
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(still(), make_loader())
+    trainer.save_checkpoint(end)
+    for _ in range(2):
+        for record in tmp_path.glob("*.steps"):
+            record.unlink()
+        net = still()
+        make_trainer(tmp_path, max_epochs=1).fit(net, make_loader(), ckpt_path=end)
+        keys.add(key_of_next_fit(net, tmp_path))
+    assert len(keys) == 3
 
 
 def key_of_next_fit(net: Net, path: Any) -> Any:
@@ -385,8 +415,6 @@ def test_started_processes_that_fail_have_used_their_keys_and_are_counted(fits, 
     # The first fit's record, which is where the main process can look, knows of them as well.
     assert net.privacy_spent().n_steps == (4 + 3 + 4 if fits else 4)
 
-
-def test_a_second_fit_is_reproducible(tmp_path):
 
 def test_second_and_third_fits_are_reproducible(tmp_path):
     """As long as nothing was resumed, who names a key gets the same run again."""
