@@ -60,6 +60,11 @@ def test_a_key_becomes_normal_numbers_by_a_digest():
     assert np.array_equal(normals(KEY).numpy(), expected)
 
 
+def test_words_come_from_all_of_a_key():
+    halves = np.array([KEY.bits & (2**64 - 1), KEY.bits >> 64], np.uint64)
+    assert np.array_equal(words(KEY).random_raw(9), np.random.Philox(key=halves).random_raw(9))
+
+
 def test_keys_come_from_keys():
     def digest(kind, data, rng=b""):
         message = b"opake_lightning\0" + kind + data

@@ -171,8 +171,9 @@ def test_arguments_are_written_to_only_when_asked():
 )
 def test_what_has_no_known_sensitivity_is_refused(grads, message):
     noise_fn, state = gaussian_noise(noise_multiplier=1.0, key=key(7))
-    with pytest.raises(PrivacyError, match=message):
-        noise_fn(grads, state)
+    for add in (noise_fn, noise_fn.across_ranks):
+        with pytest.raises(PrivacyError, match=message):
+            add(grads, state)
 
 
 @pytest.mark.parametrize("sigma", [-1.0, math.nan, math.inf])
