@@ -237,7 +237,7 @@ def test_noise_that_was_cut_short_is_neither_saved_nor_gone_on_with(
     strategy, tmp_path, monkeypatch
 ):
     """A half-updated memory would correlate the next steps' noise in another way."""
-    original, calls = MFNoise.__call__, []
+    original, calls = MFNoise._release, []
 
     def cut_short(*args: Any, **kwargs: Any) -> Any:
         calls.append(original(*args, **kwargs))
@@ -245,7 +245,7 @@ def test_noise_that_was_cut_short_is_neither_saved_nor_gone_on_with(
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr(MFNoise, "__call__", cut_short)
+    monkeypatch.setattr(MFNoise, "_release", cut_short)
     net = Net(mf_plan(strategy=strategy))
     trainer = make_trainer(tmp_path, callbacks=[every_step(tmp_path)])
     with pytest.raises((KeyboardInterrupt, SystemExit)):
