@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,23 @@ class Trial:
         self._failed.write_text("")
         child = os.fork()
         if not child:
+            os.setsid()
             try:
                 os._exit(self._run(tests))
             finally:  # the folder is the parent's
                 traceback.print_exc()
                 os._exit(2)
         deadline = time.monotonic() + TIMEOUT
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return self._failed.read_text() if status else None
-            time.sleep(0.05)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return ""
+        try:
+            while time.monotonic() < deadline:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    return self._failed.read_text() if status else None
+                time.sleep(0.05)
+            return ""
+        finally:  # also what it has started, such as ranks that wait for each other
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
 
     def _run(self, tests: list[str]) -> int:
         import pytest
