@@ -10,12 +10,13 @@ import torchopt
 from torch import Tensor
 from torch.nn import functional as F
 
+from opake_lightning import distributed
 from opake_lightning.distributed import require_equal, sum_gradients, world_size
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import sgd
 from opake_lightning.plan import DPSGD, Mechanism, NonPrivate
 from opake_lightning.random import key
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import ClippedPytree, NoisedPytree, SecondMomentClippedPytree
 from tests.helpers import on_ranks
 
 N, BATCH, STEPS = 24, 6, 4
@@ -205,3 +206,23 @@ def test_outside_a_process_group_everything_is_the_identity():
     require_equal({"a": object()})
     with pytest.raises(PrivacyError, match="got a NoisedPytree"):
         sum_gradients(NoisedPytree(grads, 1.0))
+
+
+def test_a_rank_in_the_middle_may_be_the_one_that_differs(monkeypatch):
+    def gather(into: list[Any], mine: Any, group: Any = None) -> None:
+        into[:] = [mine, {"batch_size": 5}, mine]
+
+    monkeypatch.setattr(distributed, "world_size", lambda group=None: 3)
+    monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
+    require_equal({"batch_size": 5})
+    with pytest.raises(PrivacyError, match=r"disagree on batch_size: \[4, 5, 4\]"):
+        require_equal({"batch_size": 4})
+
+
+def test_both_parts_of_a_pair_are_summed(monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda group=None: 2)
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda flat, group=None: flat.mul_(2))
+    gradient, square = ClippedPytree(torch.ones(2), 1.0), ClippedPytree(torch.full((2,), 3.0), 1.0)
+    pair = sum_gradients(SecondMomentClippedPytree(gradient, square=square))
+    assert torch.equal(pair.gradient.pytree, torch.full((2,), 2.0))
+    assert torch.equal(pair.square.pytree, torch.full((2,), 6.0))
