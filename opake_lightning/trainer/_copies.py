@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opake_lightning.accounting import Ledger
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.random import RngKey, fold_in
 from opake_lightning.serialization import state_dict
@@ -22,9 +21,9 @@ _AS_THEY_ARE = ("begun", "_unfinished", "_optimizer_name", "_lineage", "_used", 
 
 def copied(run: Any) -> Any:
     """A copy that goes on with its own key: two modules must not use the same noise."""
-    copy = type(run)(run.ledger, dict(run.plan), lineage=secrets.token_hex(16))
-    copy._optimizer_name, copy.forks = run._optimizer_name, run.forks
-    copy._since = run._since
+    copy = type(run)(dict(run.plan), lineage=secrets.token_hex(16))
+    copy._optimizer_name, copy._since = run._optimizer_name, run._since
+    copy.spending = copy.own = run.spending
     if run.state is not None:
         token = f"copy {secrets.token_hex(16)}"
         copy.words = (*run.words, token)
@@ -55,7 +54,7 @@ def to_bring_back(run: Any) -> dict[str, Any]:
     return {
         **{name: getattr(run, name) for name in _AS_THEY_ARE},
         "released": run.spending.to_dict(),
-        "made": run.made.to_dict(),
+        "own": run.own.to_dict(),
         "since": None if run._since is None else run._since.to_dict(),
         "journal": [run.journal.name, *map(str, run.journal.directories)],
         "plan": dict(run.plan),
@@ -75,8 +74,8 @@ def brought_back(run: Any, values: dict[str, Any]) -> Any:
     """The fresh ``run``, as another process left the one that it called :func:`to_bring_back`."""
     for name in _AS_THEY_ARE:
         setattr(run, name, values[name])
-    run.adopt(Spending.from_dict(values["released"]))
-    run.made, run.plan = Ledger.from_dict(values["made"]), values["plan"]
+    run.spending, run.own = (Spending.from_dict(values[name]) for name in ("released", "own"))
+    run.plan = values["plan"]
     run._since = values["since"] and Spending.from_dict(values["since"])
     name, *directories = values["journal"]
     run.journal = Journal(name)

@@ -31,8 +31,9 @@ checkpoint callbacks and in ``default_root_dir``, and takes the largest count.
   fork that died before its first checkpoint are counted by the next one, too.
 * *Recorded steps that this run would not repeat*, as another plan, a fork, another fit of the same
   module, or another learning rate made them: resuming is refused, unless the plan says
-  ``on_changed_plan="fork"``. What else bears on a gradient (the loss, the contents of the dataset,
-  the optimizer's other settings) is not seen.
+  ``on_changed_plan="fork"``. Each line has a digest of who made the steps, and at which rates. What
+  else bears on a gradient (the loss, the contents of the dataset, the optimizer's other settings)
+  is not seen.
 * *A new fit from* ``load_from_checkpoint``, which has a new key: in addition as well, from the
   start of the fit. Until then the module tells what its own weights cost. Such a fit is a run of
   its own: two of them do not count each other.
@@ -52,8 +53,8 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -74,21 +75,33 @@ class Spending:
     Attributes:
         ledger: All of it.
         forks: How many steps the ledger had at each fork.
-        rate: Learning rate of the last step, if the optimizer tells.
+        trail: Digest of who made each of the steps, and with which learning rate: only the run
+            that made them, as it was, comes to the same.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
     forks: tuple[int, ...] = ()
-    rate: float | None = None
+    trail: str = ""
 
     @property
     def size(self) -> tuple[int, int]:
         """What makes one record later than another."""
         return self.ledger.n_steps, len(self.forks)
 
+    def then(self, event: Any, words: tuple[str, ...], *rates: float | None) -> Spending:
+        """With one more step for each of ``rates``, by a run whose key has these ``words``.
+
+        Steps that follow on one ledger may be those of a run and a fork of it, which has spent as
+        much and released something else; and a step's gradient follows from all rates before it.
+        """
+        trail = self.trail
+        for rate in rates:
+            trail = blake2b(f"{trail} {words} {rate!r}".encode(), digest_size=8).hexdigest()
+        return Spending(self.ledger.spend(event, len(rates)), self.forks, trail)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"ledger": self.ledger.to_dict(), "forks": list(self.forks), "rate": self.rate}
+        return {"ledger": self.ledger.to_dict(), "forks": list(self.forks), "trail": self.trail}
 
     @classmethod
     def from_dict(cls, saved: Any) -> Spending:
@@ -97,14 +110,14 @@ class Spending:
         Raises:
             CheckpointError: If it is anything else.
         """
-        if not isinstance(saved, dict) or saved.keys() != {"ledger", "forks", "rate"}:
+        if not isinstance(saved, dict) or saved.keys() != {"ledger", "forks", "trail"}:
             raise CheckpointError(f"{saved!r} is no record of what was spent")
-        forks, rate = saved["forks"], saved["rate"]
+        forks, trail = saved["forks"], saved["trail"]
         if not isinstance(forks, (list, tuple)) or not all(type(n) is int for n in forks):
             raise CheckpointError(f"a record of forks must be a list of counts, got {forks!r}")
-        if not isinstance(rate, (float, NoneType)):
-            raise CheckpointError(f"a recorded learning rate must be a float, got {rate!r}")
-        return cls(Ledger.from_dict(saved["ledger"]), tuple(forks), rate)
+        if not isinstance(trail, str):
+            raise CheckpointError(f"the digest of recorded steps must be a string, got {trail!r}")
+        return cls(Ledger.from_dict(saved["ledger"]), tuple(forks), trail)
 
 
 class Journal:

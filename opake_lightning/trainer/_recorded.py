@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,52 +23,50 @@ class Recorded:
     """The part of a run that must not be lost: what has been released, and where that is recorded.
 
     A resumed run may repeat steps that were made after its checkpoint, and are recorded as released
-    (:mod:`opake_lightning.trainer._journal`). While it does, ``made`` is behind ``ledger``.
+    (:mod:`opake_lightning.trainer._journal`). While it does, ``own`` is behind ``spending``.
 
     Attributes:
-        ledger: What has been spent, in this process and before.
-        made: The part of it that this run's own steps amount to.
-        forks: After how many steps the run was given a new key, each time: by a fork, or by a fit
-            after another.
+        spending: What has been released, in this process and before, as it is recorded. A fit after
+            another is among its forks.
+        own: The part of it that this run's own steps amount to.
         journal: The record of releases beside the checkpoints.
         directories: Where to look for the record of a checkpoint that is about to be resumed.
         words: What was folded into the plan's key, to come to the one that is used; public.
         process: The one that the run goes on in. In all others it is a copy.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = self.made = ledger
-        self.forks: tuple[int, ...] = ()
+    def __init__(self) -> None:
+        self.spending = self.own = Spending()
         self.journal = Journal()
         self.directories: list[Path] = []
         self.words: tuple[str, ...] = ()
         self.process = os.getpid()
-        # Whether the live key has been used, and whether others may have come to it as well.
+        # Whether the live key has been used, or saved to be used, and whether others may have come
+        # to it as well.
         self._used = self._shared = False
         # What was released after the checkpoint that the module was loaded from.
         self._since: Spending | None = None
-        # Learning rate of the last step in the ledger.
-        self._rate: float | None = None
 
     @property
-    def spending(self) -> Spending:
-        """What has been released, as it is recorded."""
-        return Spending(self.ledger, self.forks, self._rate)
+    def ledger(self) -> Ledger:
+        """What has been spent, in this process and before."""
+        return self.spending.ledger
 
-    def with_more(self, made: Ledger, rate: float | None) -> Spending:
-        """What will have been released when the run's own steps have come to ``made``."""
-        # Unless it repeats what it knows to have been released, that is more than before.
-        return later(self.spending, Spending(made, self.forks, rate))
+    @property
+    def made(self) -> Ledger:
+        """What the run's own steps have spent."""
+        return self.own.ledger
+
+    @property
+    def forks(self) -> tuple[int, ...]:
+        """After how many steps the run was given a new key, each time."""
+        return self.spending.forks
 
     def known_of(self, journal: Journal, there: Spending) -> Spending:
         """The most that is known of a checkpoint's run, which had come to ``there``."""
         if self.journal.name == journal.name:
             there = later(self.spending, there)
         return most_recorded(journal.name, self.directories, there)
-
-    def adopt(self, spending: Spending) -> None:
-        """Take ``spending`` for what has been released."""
-        self.ledger, self.forks, self._rate = spending.ledger, spending.forks, spending.rate
 
     def look_in(self, directory: Path) -> None:
         """See what was released after the checkpoint in ``directory`` that this is the past of."""
@@ -76,8 +75,8 @@ class Recorded:
     def settle(self) -> None:
         """Count, from the start of a new fit, what was released after the checkpoint it is from."""
         if self._since is not None:
-            self.adopt(later(self._since, self.spending))
-            self.made, self._since = self.ledger, None
+            self.spending = self.own = later(self._since, self.spending)
+            self._since = None
 
     def fork(self, key: RngKey) -> RngKey:
         """A new key for a run that goes on otherwise; all that is recorded counts in addition."""
@@ -100,7 +99,8 @@ class Recorded:
         return self._on_new_key(key, *((word, common_token()) if shared else (word,)))
 
     def _on_new_key(self, key: RngKey, *words: str) -> RngKey:
-        self.made, self.forks = self.ledger, (*self.forks, self.ledger.n_steps)
+        forks = (*self.forks, self.ledger.n_steps)
+        self.spending = self.own = replace(self.spending, forks=forks)
         self.words, self._used, self._shared = (*self.words, *words), False, False
         self.process = os.getpid()
         return derived(key, words)

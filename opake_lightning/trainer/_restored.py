@@ -34,8 +34,8 @@ __all__ = [
 
 VERSION = 1
 _NEEDED = {
-    *("ledger", "released", "forks", "journal", "begun", "plan", "fingerprint", "optimizer"),
-    *("state", "words", "key_digest", "holds_keys", "training_weights"),
+    *("ledger", "trail", "released", "forks", "journal", "begun", "plan", "fingerprint"),
+    *("optimizer", "state", "words", "key_digest", "holds_keys", "training_weights"),
 }
 
 

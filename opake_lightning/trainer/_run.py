@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from opake_lightning._tree import seat
-from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
@@ -24,7 +23,7 @@ from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
 from opake_lightning.trainer._correlated import TORN, Remembering, require_whole, whole
 from opake_lightning.trainer._diagnostics import Diagnostics
-from opake_lightning.trainer._journal import Journal, Spending
+from opake_lightning.trainer._journal import Journal, Spending, later
 from opake_lightning.trainer._keys import (
     derived,
     first_words,
@@ -75,14 +74,8 @@ class Run(Recorded):
         begun: How many steps had been spent when this fit began.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger | None = None,
-        plan: dict[str, Any] | None = None,
-        *,
-        lineage: str = "",
-    ) -> None:
-        super().__init__(ledger or Ledger())
+    def __init__(self, plan: dict[str, Any] | None = None, *, lineage: str = "") -> None:
+        super().__init__()
         self.state: StepState | None = None
         self.begun = 0
         self.plan: dict[str, Any] = plan or {}
@@ -208,8 +201,9 @@ class Run(Recorded):
             self.mechanism.check_step(self.made.n_steps)
         if self._unfinished:
             raise PrivacyError(f"{self._unfinished}; start another fit")
-        made = self.made.spend(self.mechanism.event)
-        spending = self.with_more(made, self.learning_rate())
+        own = self.own.then(self.mechanism.event, self.words, self.learning_rate())
+        # Unless it repeats what it knows to have been released, that is more than before.
+        spending = later(self.spending, own)
         self._used = True
         diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
         # Another rank may have the sum, and its noise, as soon as this one has given its share.
@@ -223,8 +217,8 @@ class Run(Recorded):
                 self.journal.record(spending)
         finally:
             # An interrupt that comes while it is recorded finds it counted here as well.
-            self.state, self.made, self._unfinished = state, made, _UPDATE
-            self.adopt(spending)
+            self.state, self._unfinished = state, _UPDATE
+            self.own, self.spending = own, spending
         if seen is not None and diagnostics is not None:
             seen.update(diagnostics.told(released))
         return released, aux
@@ -290,13 +284,14 @@ class Run(Recorded):
         """A module's past, from a checkpoint without its secrets: a new fit takes a new key."""
         try:
             check_version(saved)
-            parts = {"ledger": saved["ledger"], "forks": saved["forks"], "rate": None}
+            parts = {"ledger": saved["ledger"], "forks": saved["forks"], "trail": ""}
             spending = Spending.from_dict(parts)
             ledger = spending.ledger
             # A plan may name its key, and the checkpoint's steps have used that key's noise.
             lineage = f"after {ledger.to_dict()}" if ledger.n_steps else ""
-            run = cls(ledger, dict(saved["plan"]), lineage=lineage)
-            run.forks, run.journal = spending.forks, Journal(saved["journal"])
+            run = cls(dict(saved["plan"]), lineage=lineage)
+            run.spending = run.own = spending
+            run.journal = Journal(saved["journal"])
             return run
         except KeyError as missing:
             raise CheckpointError(f"the checkpoint's privacy record lacks {missing}") from None
@@ -328,10 +323,12 @@ class Run(Recorded):
                 f"no checkpoint is made here: {self._unfinished}; resume from an earlier checkpoint"
             )
         require_whole(self.state)
+        self._used = True  # by whoever resumes it
         return {
             **self.public(),
             "released": self.spending.to_dict(),
             "ledger": self.made.to_dict(),
+            "trail": self.own.trail,
             "fingerprint": self.mechanism.fingerprint(),
             "optimizer": self._optimizer_name,
             "begun": self.begun,
@@ -389,20 +386,22 @@ class Run(Recorded):
         if forked:
             values = anew("noise", values, self.state)
         state = from_state_dict(self.state, values, strict=True)
-        made, begun = Ledger.from_dict(saved["ledger"]), int(saved["begun"])
-        journal, there = Journal(saved["journal"]), Spending.from_dict(saved["released"])
-        known = self.known_of(journal, there)
+        journal, begun = Journal(saved["journal"]), int(saved["begun"])
+        words = tuple(saved["words"])
+        known = self.known_of(journal, Spending.from_dict(saved["released"]))
+        parts = {"ledger": saved["ledger"], "forks": known.forks, "trail": saved["trail"]}
+        own = Spending.from_dict(parts)
         if isinstance(mechanism, PrivateMechanism):
             past = None if forked else resumed(mechanism, saved["plan"], begun)
-            if past is not None and not self._repeats(past, made, there, known, state):
+            if past is not None and not self._repeats(past, own, words, known, state):
                 past = None
             forked = past is None
             mechanism = past or mechanism.forked(known.ledger, left=self._steps_left())
         step = self._step_of(mechanism, key)
         if not forked:
-            require_own(state.noise, step.noise_state, made)
-        self.adopt(known)
-        self.made, self.journal, self.words = made, journal, tuple(saved["words"])
+            require_own(state.noise, step.noise_state, own.ledger)
+        self.spending, self.own = known, own
+        self.journal, self.words = journal, words
         self._used = self._shared = True
         if forked:
             begun = known.ledger.n_steps
@@ -417,22 +416,23 @@ class Run(Recorded):
     def _repeats(
         self,
         mechanism: PrivateMechanism,
-        made: Ledger,
-        there: Spending,
+        own: Spending,
+        words: tuple[str, ...],
         known: Spending,
         state: StepState,
     ) -> bool:
         """Whether to repeat what is recorded after the checkpoint; False to fork, or raises."""
-        after = known.ledger.n_steps - made.n_steps
+        made = own.ledger.n_steps
+        after = known.ledger.n_steps - made
         if not after:
             return True
         try:
-            rate = self.learning_rate(after - 1, state)
-            again = Spending(made.spend(mechanism.event, after), there.forks, rate)
+            rates = (self.learning_rate(ahead, state) for ahead in range(after))
+            again = own.then(mechanism.event, words, *rates)
         except PrivacyError:  # more than the horizon has
             again = None
         if again != known and not self._may_fork():
-            refuse_to_repeat(made.n_steps, after)
+            refuse_to_repeat(made, after)
         return again == known
 
     def _compare(self, saved: dict[str, Any]) -> bool:
