@@ -46,14 +46,14 @@ def horizons(net: Net) -> list[tuple[int, int, int]]:
 @pytest.fixture
 def once(monkeypatch):
     """Sees to it that no stream of noise, and no draw, ever meets two gradients."""
-    original, met = MFNoise.__call__, {}
+    original, met = MFNoise._release, {}
 
     def watched(self: MFNoise, grads: Any, state: Any, **how: Any) -> Any:
         gradient = b"".join(g.numpy().tobytes() for g in optree.tree_leaves(grads.pytree))
         assert met.setdefault((state.key, state.step), gradient) == gradient
         return original(self, grads, state, **how)
 
-    monkeypatch.setattr(MFNoise, "__call__", watched)
+    monkeypatch.setattr(MFNoise, "_release", watched)
     return met
 
 
@@ -114,7 +114,7 @@ def test_a_second_horizon_is_repeated_as_well(tmp_path, once):
 
 def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
     """On one rank a step counts when its noise is whole; until then nothing has been seen of it."""
-    watched, calls = MFNoise.__call__, []
+    watched, calls = MFNoise._release, []
 
     def cut_short(*args: Any, **kwargs: Any) -> Any:
         calls.append(watched(*args, **kwargs))
@@ -122,7 +122,7 @@ def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
             raise ArithmeticError
         return calls[-1]
 
-    monkeypatch.setattr(MFNoise, "__call__", cut_short)
+    monkeypatch.setattr(MFNoise, "_release", cut_short)
     net = mf_net()
     with pytest.raises(CheckpointError, match=r"no checkpoint .* while noise was being added"):
         fit(net, tmp_path, saver(tmp_path), OnExceptionCheckpoint(tmp_path))
@@ -131,7 +131,7 @@ def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
         net._dp.release(None)
     assert recorded(net._dp.journal.name, [tmp_path]) == net._dp.spending
     assert horizons(net) == [(0, 8, 4)]
-    monkeypatch.setattr(MFNoise, "__call__", watched)
+    monkeypatch.setattr(MFNoise, "_release", watched)
     end = fit(resumed := mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
     assert_same(snapshot(resumed, end), snapshot(whole := mf_net(), fit(whole, tmp_path / "w")))
 
