@@ -217,8 +217,7 @@ class Run(Recorded):
                 self.journal.record(spending)
         finally:
             # An interrupt that comes while it is recorded finds it counted here as well.
-            self.state, self._unfinished = state, _UPDATE
-            self.own, self.spending = own, spending
+            self.state, self.own, self.spending, self._unfinished = state, own, spending, _UPDATE
         if seen is not None and diagnostics is not None:
             seen.update(diagnostics.told(released))
         return released, aux
@@ -285,13 +284,11 @@ class Run(Recorded):
         try:
             check_version(saved)
             parts = {"ledger": saved["ledger"], "forks": saved["forks"], "trail": ""}
-            spending = Spending.from_dict(parts)
-            ledger = spending.ledger
+            spent = Spending.from_dict(parts)
             # A plan may name its key, and the checkpoint's steps have used that key's noise.
-            lineage = f"after {ledger.to_dict()}" if ledger.n_steps else ""
+            lineage = f"after {spent.ledger.to_dict()}" if spent.ledger.n_steps else ""
             run = cls(dict(saved["plan"]), lineage=lineage)
-            run.spending = run.own = spending
-            run.journal = Journal(saved["journal"])
+            run.spending, run.own, run.journal = spent, spent, Journal(saved["journal"])
             return run
         except KeyError as missing:
             raise CheckpointError(f"the checkpoint's privacy record lacks {missing}") from None
@@ -383,25 +380,28 @@ class Run(Recorded):
         clipping = mechanism.fingerprint().get("clipping_norm")
         if saved["fingerprint"].get("clipping_norm") != clipping:
             values = anew("clip", values, self.state)
-        if forked:
-            values = anew("noise", values, self.state)
-        state = from_state_dict(self.state, values, strict=True)
         journal, begun = Journal(saved["journal"]), int(saved["begun"])
-        words = tuple(saved["words"])
+        words, past, template = tuple(saved["words"]), None, self.state
+        if forked:
+            values = anew("noise", values, template)
+        elif isinstance(mechanism, PrivateMechanism):
+            past = resumed(mechanism, saved["plan"], begun)
+            # A fork has a shorter horizon than the whole fit, and its noise may remember less.
+            template = replace(template, noise=self._step_of(past, key).noise_state)
+        state = from_state_dict(template, values, strict=True)
         known = self.known_of(journal, Spending.from_dict(saved["released"]))
         parts = {"ledger": saved["ledger"], "forks": known.forks, "trail": saved["trail"]}
         own = Spending.from_dict(parts)
         if isinstance(mechanism, PrivateMechanism):
-            past = None if forked else resumed(mechanism, saved["plan"], begun)
-            if past is not None and not self._repeats(past, own, words, known, state):
-                past = None
-            forked = past is None
-            mechanism = past or mechanism.forked(known.ledger, left=self._steps_left())
+            forked = past is None or not self._repeats(past, own, words, known, state)
+            left = self._steps_left()
+            mechanism = (
+                mechanism.forked(known.ledger, left=left) if past is None or forked else past
+            )
         step = self._step_of(mechanism, key)
         if not forked:
             require_own(state.noise, step.noise_state, own.ledger)
-        self.spending, self.own = known, own
-        self.journal, self.words = journal, words
+        self.spending, self.own, self.journal, self.words = known, own, journal, words
         self._used = self._shared = True
         if forked:
             begun = known.ledger.n_steps

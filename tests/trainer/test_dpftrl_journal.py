@@ -193,6 +193,22 @@ def test_a_fork_that_died_after_saving_is_resumed_as_itself(tmp_path, once):
     assert len(once) == 5 + 5
 
 
+def test_a_fork_that_is_shorter_than_its_bands_is_resumed_as_itself(tmp_path, once):
+    """Its noise remembers less than that of the whole fit, which its plan describes."""
+    end = {"max_steps": 5, "max_epochs": -1}
+    fit(mf_net(), tmp_path, saver(tmp_path), max_steps=3, max_epochs=-1)
+
+    def fork() -> Net:
+        return mf_net(clipping_norm=2.0, on_changed_plan="fork")
+
+    whole = fork()
+    trainer = fit(whole, tmp_path, saver(tmp_path / "on", 1), ckpt=tmp_path / "step=3.ckpt", **end)
+    again = fit(resumed := fork(), tmp_path, ckpt=tmp_path / "on" / "step=4.ckpt", **end)
+    assert_same(snapshot(resumed, again), snapshot(whole, trainer))
+    assert horizons(resumed) == [(0, 3, 3), (3, 2, 2)]
+    assert len(once) == 5
+
+
 def test_another_learning_rate_would_meet_the_same_noise(tmp_path, once):
     ckpt = killed(tmp_path)
     with pytest.raises(CheckpointError, match=r"made 2 more.*learning rate"):

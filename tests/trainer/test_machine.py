@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
         spent, theirs = self.net.privacy_spent(), epsilon_of(self.past.known)
         assert theirs <= spent.epsilon * 1.001
         assert spent.epsilon <= theirs * 1.001
-        target = self.past.setup.target
+        target = self.past.setup.target if self.is_ready() else None
         if target is not None and spent.plan.get("target_epsilon") == target:
             assert spent.epsilon <= target
 
