@@ -10,9 +10,10 @@ import optree
 import pytest
 import torch
 
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import ClippedPytree, NoisedPytree, SecondMomentClippedPytree
 
 KINDS = [ClippedPytree, NoisedPytree]
+CLIPPED = ClippedPytree(None, 1.0)
 
 
 def test_they_are_siblings():
@@ -50,3 +51,9 @@ def test_they_can_be_copied_and_sent(kind, again):
     assert type(other) is kind
     assert torch.equal(other.pytree["w"], torch.arange(3.0))
     assert getattr(other, dataclasses.fields(kind)[1].name) == 0.5
+
+
+@pytest.mark.parametrize("given", [{}, {"square": CLIPPED, "projection_radius": 1.0}])
+def test_a_pair_says_once_what_is_squared(given):
+    with pytest.raises(ValueError, match="give either square"):
+        SecondMomentClippedPytree(CLIPPED, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import key
-from opake_lightning.types import ClippedPytree, NoisedPytree
+from opake_lightning.types import ClippedPytree, NoisedPytree, SecondMomentClippedPytree
 
 BLOCK = 1 << 17  # what one generator fills
 
@@ -186,3 +187,17 @@ def test_a_missing_key_is_an_error():
     noise_fn, state = gaussian_noise(noise_multiplier=1.0, key=42)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected an RngKey, got a int"):
         noise_fn(ClippedPytree(torch.zeros(3), 1.0), state)
+
+
+def test_what_is_squared_is_the_sum_over_ranks_not_its_parts(monkeypatch):
+    def doubled(grads, inplace=False):
+        if isinstance(grads, torch.Tensor):
+            return 2 * grads
+        return replace(grads, gradient=ClippedPytree(2 * grads.gradient.pytree, 1.0))
+
+    monkeypatch.setattr("opake_lightning.dpsgd.noise.sum_gradients", doubled)
+    noise_fn, state = gaussian_noise(noise_multiplier=0.0, key=key(7))
+    part = SecondMomentClippedPytree(ClippedPytree(torch.ones(2), 1.0), projection_radius=9.0)
+    pair, _ = noise_fn.across_ranks(part, state)
+    assert torch.equal(pair.gradient.pytree, torch.full((2,), 2.0))
+    assert torch.equal(pair.square.pytree, torch.full((2,), 4.0))
