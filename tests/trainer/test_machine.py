@@ -249,6 +249,8 @@ class Machine(RuleBasedStateMachine):
 
     def fit_again(self, change: str | None, **how: Any) -> None:
         """Fit the module at hand once more; a target that is spent refuses it."""
+        if change == "key" and self.net._dp.state is None:
+            change = None  # see ``load``
         setup, counted = self.past.setup.changed(change), self.past.counted()
         part, horizon = next(self.numbers), self.new_horizon(setup)
         past = self.past.begun(setup, part, horizon, after=counted)
