@@ -330,8 +330,9 @@ def test_non_private_and_private_runs_are_not_mixed(tmp_path):
     _refused_without_a_trace(Net, tmp_path, path, "plan .*NonPrivate.*DPSGD")
 
 
-def test_no_key_in_the_plan_takes_the_checkpoints(tmp_path):
-    path = saved(Net(plan(key=None)), tmp_path)
+@pytest.mark.parametrize("named", [None, key(7)], ids=["neither", "now"])
+def test_no_key_in_the_plan_takes_the_checkpoints(named, tmp_path):
+    path = saved(Net(plan(key=named)), tmp_path)
     resumed = Net(plan(key=None))
     fit(resumed, tmp_path, ckpt=path)
     stored = torch.load(path, weights_only=True)["optimizer_states"][0]["opake_lightning"]

@@ -22,7 +22,7 @@ from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
 from opake_lightning.step import Step
 from opake_lightning.trainer import _run
-from opake_lightning.trainer._journal import Journal, Spending, later, recorded
+from opake_lightning.trainer._journal import Journal, Spending, recorded
 from tests.trainer.helpers import (
     BATCH_SIZE,
     N_EXAMPLES,
@@ -372,13 +372,6 @@ def test_the_record_tells_no_secret(tmp_path):
     assert spent == {"ledger": {"segments": [[1.0, 0.25, 5]]}, "forks": []}
     # It follows from what everybody may know.
     assert trail == Spending().then(EVENT, net._dp.words, *5 * [0.05]).trail
-
-
-def test_the_later_of_two_has_more_steps_then_more_forks_and_is_else_the_second():
-    few, other, forked = Spending(), Spending(trail="a"), Spending(forks=(0,))
-    assert later(few, forked) is later(forked, few) is forked
-    assert later(few, other) is other
-    assert later(other, few) is few
 
 
 def test_the_file_does_not_grow(tmp_path):
