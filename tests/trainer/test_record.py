@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from opake_lightning.accounting import GaussianEvent, Ledger
-from opake_lightning.trainer._journal import Journal, Spending, later, most_recorded, recorded
+from opake_lightning.errors import CheckpointError
+from opake_lightning.trainer._journal import (
+    Journal,
+    Spending,
+    file_name,
+    later,
+    most_recorded,
+    recorded,
+)
 
 EVENT = GaussianEvent(1.0, 0.25)
 
@@ -89,3 +98,41 @@ def test_a_step_leaves_the_forks_and_a_record_reads_back():
     one = replace(Spending(), forks=(0, 0)).then(EVENT, ("a",), 0.1, 0.1)
     assert (one.ledger.n_steps, one.forks) == (2, (0, 0))
     assert Spending.from_dict(one.to_dict()) == one
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        None,
+        {"ledger": Ledger().to_dict(), "forks": []},
+        {**Spending().to_dict(), "rate": 0.1},
+    ],
+)
+def test_what_is_no_record_is_refused(saved):
+    with pytest.raises(CheckpointError, match="no record of what was spent"):
+        Spending.from_dict(saved)
+
+
+def test_a_step_is_not_written_over_the_one_before(tmp_path):
+    journal = kept(tmp_path, 3)
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    journal.record(spent(4))
+    assert file.read_bytes()[:512] == before[:512]
+
+
+def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path):
+    name = Journal().name
+    (tmp_path / file_name(name)).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        recorded(name, [tmp_path])
+
+
+def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
+    journal = kept(tmp_path / "a", 3)
+    shutil.rmtree(tmp_path / "a")
+    journal.record(replace(spent(4), forks=tuple(range(1000))))
+
+
+def test_every_run_has_a_name_of_its_own():
+    assert len({Journal().name for _ in range(100)}) == 100
