@@ -20,7 +20,6 @@ from opake_lightning.trainer._journal import (
     most_recorded,
     recorded,
 )
-from tests.helpers import on_ranks
 
 EVENT = GaussianEvent(1.0, 0.25)
 
@@ -137,12 +136,3 @@ def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
 
 def test_every_run_has_a_name_of_its_own():
     assert len({Journal().name for _ in range(100)}) == 100
-
-
-def known_on(rank: int) -> int:
-    return most_recorded("a", [], spent(rank + 1)).ledger.n_steps
-
-
-@pytest.mark.dist
-def test_ranks_go_by_what_rank_0_knows():
-    assert on_ranks(known_on, 2) == [1, 1]
