@@ -160,8 +160,8 @@ def noise_times(factor: float) -> Iterator[None]:
     def less(rng: Any, out: Any, stddev: float, **kwargs: Any) -> Any:
         return add(rng, out, factor * stddev, **kwargs)
 
-    def correlated(self: Any, *args: Any) -> float:
-        return stream(self, *args[:-1], factor * args[-1])
+    def correlated(self: Any, *args: Any, **kwargs: Any) -> float:
+        return stream(self, *args[:-1], factor * args[-1], **kwargs)
 
     with (
         mock.patch.object(independent_noise, "add_normal_", less),
@@ -337,11 +337,13 @@ def steps_of_one_canary(n_runs: int, factor: float = 1.0) -> tuple[Scores, Score
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_steps_of_dpsgd():
     check(*steps_of_one_canary(2400), right=True, near=0.3)
 
 
+@pytest.mark.slow
 def test_sabotage_of_steps_is_found():
     with noise_times(0.5):
-        found = steps_of_one_canary(600, 0.5)
+        found = steps_of_one_canary(1200, 0.5)
     check(*found, right=False)
