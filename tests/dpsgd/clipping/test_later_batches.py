@@ -91,6 +91,16 @@ def test_a_parameter_that_is_zero_at_first_hides_nothing(name):
     assert steps_equal_a_loop(loss_fn, (params, x), (later, x))[-1] > 0
 
 
+def test_examples_without_gradients_decide_nothing():
+    """Those that are compared, the first, middle and last, have no gradient; others are mixed."""
+    x = normal(8, 8, 5)
+    params = {"w": normal(6, 5), "head": normal(6)}
+    x[[0, 4, 7]] = x[:, [0, 4, 7]] = 0  # of each sequence, too: it is taken for an example
+    engines = steps_equal_a_loop(_time_first, (params, x), (params, normal(8, 8, 5)))
+    assert engines[0] == 0  # by one pass, which took them one by one
+    assert engines[1] > 0
+
+
 LONG, SHORT = torch.full((4,), 6), torch.tensor([2, 5, 3, 1])
 
 
