@@ -101,6 +101,20 @@ def test_examples_without_gradients_decide_nothing():
     assert engines[1] > 0
 
 
+@pytest.mark.parametrize("first", ["one example", "one that is usual"])
+def test_an_example_alone_tells_nothing_of_many(first):
+    """Of one example, every row is its own; the next batch does the same with more of them."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x.transpose(0, 1), w).sum((0, 2))
+
+    w, x = normal(6, 5), normal(4, 8, 5)
+    begin = x.clone()
+    begin[1:, 2:] *= 1e24  # those that are odd, and what is taken for them
+    begin = x[:1] if first == "one example" else begin
+    assert steps_equal_a_loop(loss_fn, (w, begin), (w, x))[-1] > 0
+
+
 LONG, SHORT = torch.full((4,), 6), torch.tensor([2, 5, 3, 1])
 
 
