@@ -213,6 +213,12 @@ def test_auxiliary_output_has_one_row_per_example():
     assert torch.equal(aux["constant"], torch.ones(2))
 
 
+def test_auxiliary_output_of_another_length_is_taken_example_by_example():
+    with pytest.warns(UserWarning, match=r"an auxiliary output has shape \(1,\)"):
+        (_, aux), _ = run(lambda w, x: (x @ w, torch.ones(1)), X, has_aux=True)
+    assert torch.equal(aux, torch.ones(2))
+
+
 def test_a_loss_that_reads_values_is_explained():
     def loss_fn(w: Tensor, x: Tensor) -> Tensor:
         return x @ w if (x > 0).any(1, keepdim=True) else -(x @ w)
