@@ -18,6 +18,7 @@ from opake_lightning.dpsgd.clipping import (
     check_rule,
     clipped_grad,
     per_example_rule,
+    per_group,
 )
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer, Pulled, Rows, total
 from opake_lightning.dpsgd.clipping._one_pass import _conv
@@ -277,6 +278,17 @@ def test_a_tiny_bound_is_kept_for_sums_over_places():
     _, state = grad_fn(W, x, state=state)  # so that the engine has been tried out
     grads, _ = grad_fn(W, 1e-25 * x, state=state)
     assert float(grads.pytree.double().norm()) == pytest.approx(3e-26, rel=1e-5, abs=0)
+
+
+def test_a_tiny_bound_of_one_group_is_kept():
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return plain(p["w"], x).sum(1) + x.sum(1) @ p["b"]
+
+    grad_fn, state = clipped_grad(loss_fn, clipping_norm=per_group({"b": 1.0, "w": 1e-26}))
+    params, x = {"w": W, "b": torch.zeros(2)}, torch.ones(3, 4, 2)
+    _, state = grad_fn(params, x, state=state)  # so that the engine has been tried out
+    grads, _ = grad_fn(params, 1e-25 * x, state=state)
+    assert float(grads.pytree["w"].double().norm()) == pytest.approx(3e-26, rel=1e-5, abs=0)
 
 
 # -- what a loss must not do -----------------------------------------------------------------------
