@@ -6,8 +6,8 @@
 Every run is resumed from its newest checkpoint until it comes to its end. The observer is a file to
 which each process appends a digest of what it releases, before anything else is done with it. What
 a run says it has spent, when it is resumed and at its end, is compared with the number of different
-releases in that file. A run on one rank is as exact as the observer; on several ranks a step is
-recorded before the sum over ranks, so a kill in between counts one step more.
+releases in that file. A step is recorded just before the observer sees it, on several ranks before
+the sum over ranks, so a kill in between counts one step more.
 """
 
 from __future__ import annotations
