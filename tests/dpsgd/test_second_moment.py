@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opake_lightning import _pairs
 from opake_lightning._pairs import projected_square, square_sensitivity
 from opake_lightning.distributed import sum_gradients
 from opake_lightning.dpsgd.clipping import auto_clipped_grad, clipped_grad
@@ -484,3 +485,8 @@ def test_a_pair_says_what_is_squared_and_that_it_is_not_a_tensor() -> None:
     with pytest.raises(AttributeError, match=r"pass \.gradient"):
         NOISED.shape  # noqa: B018
     assert optree.tree_leaves(NOISED) == [NOISED]
+
+
+def test_what_is_just_beyond_the_radius_is_projected() -> None:
+    square = _pairs.projected_square({"w": torch.tensor([1.005, 0.0])}, 1.0)
+    assert float(square["w"][0]) == pytest.approx(1.0, rel=1e-6)
