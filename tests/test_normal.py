@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
 
@@ -56,6 +57,25 @@ def test_a_block_is_the_same_whoever_makes_it(dtype):
     whole = numbers(n, dtype)
     parts = sum(numbers(n, dtype, blocks=range(i, j)) for i, j in ((4, 6), (0, 1), (1, 4)))
     assert np.array_equal(whole, parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_block_of_a_draw_is_its_own_and_in_its_place(dtype):
+    """However it is cut into pieces: noise that comes twice would be subtracted from itself."""
+    n, visited = 3 * BLOCK + 77, torch.zeros(3 * BLOCK + 77, dtype=dtype)
+    whole = add_normal_(key(7), torch.zeros(n, dtype=dtype), 1.0)
+
+    def visit(drawn, begin, length):
+        visited[begin : begin + length] += drawn[0]
+
+    visit_normals([key(7)], visited, visit)
+    assert torch.equal(visited, whole)
+    visit_normals([key(8), key(7)], visited, lambda drawn, *place: visit(drawn[1:], *place))
+    assert torch.equal(visited, whole + whole)  # each of several keys has its own
+    secret = key(7).bits.to_bytes(16, "big")
+    aes = hashlib.blake2b(b"normal", key=secret, digest_size=32).digest()
+    assert np.array_equal(whole.numpy(), numbers(n, whole.numpy().dtype, aes=aes))
+    assert len(set(whole.tolist())) > 0.95 * n
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

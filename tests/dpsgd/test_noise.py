@@ -12,8 +12,9 @@ from torch import Tensor
 
 from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
-from opake_lightning.errors import PrivacyError
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.random import key
+from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.types import ClippedPytree, NoisedPytree, SecondMomentClippedPytree
 
 BLOCK = 1 << 17  # what one generator fills
@@ -201,3 +202,12 @@ def test_what_is_squared_is_the_sum_over_ranks_not_its_parts(monkeypatch):
     pair, _ = noise_fn.across_ranks(part, state)
     assert torch.equal(pair.gradient.pytree, torch.full((2,), 2.0))
     assert torch.equal(pair.square.pytree, torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("lost", ["key", "step"])
+def test_a_state_without_its_place_in_the_streams_is_not_restored(lost):
+    """Also by who does not ask for strictness: noise that starts over would come twice."""
+    saved = state_dict(NoiseState(key(7), 5))
+    del saved[lost]
+    with pytest.raises(CheckpointError, match=f"lacks '{lost}'"):
+        from_state_dict(NoiseState(key(8)), saved)
