@@ -11,6 +11,7 @@ import torch
 from opake_lightning.distributed import sum_gradients
 from opake_lightning.dpftrl.noise import (
     MFNoise,
+    _mechanism,
     band_mf_strategy,
     bisr_strategy,
     blt_strategy,
@@ -159,6 +160,47 @@ def test_a_part_is_not_taken_for_the_whole(share):
             use()
     restored = from_state_dict(made("outputs")[1], state_dict(state), strict=True)
     assert restored.share == share
+
+
+def test_a_rank_does_not_go_on_with_the_part_of_another(monkeypatch):
+    noise_fn, state = made("outputs")
+    monkeypatch.setattr(_mechanism, "world_size", lambda: 2)
+    monkeypatch.setattr(_mechanism, "rank", lambda: 1)
+    with pytest.raises(CheckpointError, match=r"rank 0 of 2 only.*this is rank 1 of 2"):
+        noise_fn.across_ranks(gradient("outputs", 2), replace(state, share=(0, 2)))
+
+
+def test_what_is_squared_is_projected_first():
+    """Or the squares move by more than their noise is made for."""
+    strategy = identity_strategy()
+    noise_fn, state = mf_gaussian_noise(
+        torch.zeros(2),
+        strategy,
+        second_moment_strategy=strategy,
+        n_steps=2,
+        noise_multiplier=1e-9,
+        key=key(7),
+    )
+    far = ClippedPytree(torch.tensor([3.0, 4.0]), 0.25)
+    pair, _ = noise_fn(SecondMomentClippedPytree(far, projection_radius=1.0), state)
+    torch.testing.assert_close(pair.square.pytree, torch.tensor([0.36, 0.64]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_pair_goes_on_with_the_share_that_its_horizon_has(share):
+    grads = gradient("aggregate", 1)
+    noise_fn, state = mf_gaussian_noise(
+        tree(0.0),
+        n_steps=3,
+        noise_multiplier=1.0,
+        key=key(7),
+        square_share=0.5,
+        **SCHEMA,
+        **FORMS["aggregate"],
+    )
+    _, state = noise_fn(grads, state)
+    with pytest.raises(CheckpointError, match="one share holds for the whole horizon"):
+        noise_fn(grads, replace(state, square_share=share))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
