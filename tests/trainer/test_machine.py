@@ -417,7 +417,7 @@ _FOUND = {"phases": (Phase.generate,), "report_multiple_bugs": False}
 
 def test_machine() -> None:
     """The same ones each time, from the profile in ``conftest.py``."""
-    quick = settings(max_examples=14, stateful_step_count=12, **_FOUND)
+    quick = settings(max_examples=3, stateful_step_count=10, **_FOUND)
     run_state_machine_as_test(Machine, settings=quick)
 
 
@@ -432,7 +432,7 @@ def test_machine_for_longer() -> None:
         pass
 
     longer = settings(
-        derandomize=False, max_examples=100, stateful_step_count=30, report_multiple_bugs=False
+        derandomize=False, max_examples=10, stateful_step_count=20, report_multiple_bugs=False
     )
     try:
         run_state_machine_as_test(Seeded, settings=longer)
