@@ -415,6 +415,7 @@ def _unbroken(setup: Setup, rng: RngKey) -> dict[int, str]:
 _FOUND = {"phases": (Phase.generate,), "report_multiple_bugs": False}
 
 
+@pytest.mark.slow  # most of it for the other accountant
 def test_machine() -> None:
     """The same ones each time, from the profile in ``conftest.py``."""
     quick = settings(max_examples=3, stateful_step_count=10, **_FOUND)
