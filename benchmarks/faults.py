@@ -13,6 +13,7 @@ the sum over ranks, so a kill in between counts one step more.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -141,17 +142,22 @@ def _die() -> None:
     time.sleep(60)
 
 
+def _at_call(number: int) -> Callable[[], bool]:
+    """Whether this is the call of that number, from 1."""
+    calls = itertools.count(1)
+    return lambda: next(calls) == number
+
+
 def dies_in_a_save(rng: random.Random) -> Callable[[int], None]:
     """The process is killed when part of a checkpoint has been written."""
 
     def spoil(rank: int) -> None:
         rng.seed(rng.random() + os.getpid())
-        write, left, share = _checkpoint_io._write, [rng.randint(1, 6)], rng.random()
+        write, now, share = _checkpoint_io._write, _at_call(rng.randint(1, 6)), rng.random()
 
         def broken(checkpoint: dict[str, Any], file: Any) -> None:
             write(checkpoint, file)
-            left[0] -= 1
-            if not left[0]:
+            if now():
                 file.flush()
                 file.truncate(int(share * file.tell()))
                 _die()
@@ -166,12 +172,11 @@ def dies_before_the_rename(rng: random.Random) -> Callable[[int], None]:
 
     def spoil(rank: int) -> None:
         rng.seed(rng.random() + os.getpid())
-        sync, left = os.fsync, [rng.randint(1, 6)]
+        sync, now = os.fsync, _at_call(rng.randint(1, 6))
 
         def broken(descriptor: int) -> None:
             sync(descriptor)
-            left[0] -= 1
-            if not left[0]:
+            if now():
                 _die()
 
         os.fsync = broken
@@ -184,11 +189,10 @@ def dies_before_the_update(rng: random.Random) -> Callable[[int], None]:
 
     def spoil(rank: int) -> None:
         rng.seed(rng.random() + os.getpid())
-        apply, left = Run.apply, [rng.randint(1, 20)]
+        apply, now = Run.apply, _at_call(rng.randint(1, 20))
 
         def broken(self: Run, released: Any) -> None:
-            left[0] -= 1
-            if not left[0]:
+            if now():
                 _die()
             apply(self, released)
 
@@ -204,11 +208,10 @@ def raises(error: type[BaseException], rng: random.Random) -> Callable[[int], No
         import lives
 
         rng.seed(rng.random() + os.getpid())
-        loss, left = lives.Net.per_example_loss, [rng.randint(1, 25)]
+        loss, now = lives.Net.per_example_loss, _at_call(rng.randint(1, 25))
 
         def broken(self: Any, batch: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
+            if now():
                 raise error("a fault")
             return loss(self, batch)
 

@@ -12,17 +12,16 @@ Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, final, overload
 
 from opake_lightning import _check
+from opake_lightning._clipped import refuse_noised, require_bounded
 from opake_lightning._pairs import noise_stddevs, projected_square
 from opake_lightning._tree import layout_of, pack, unpack
 from opake_lightning.distributed import rank, sum_gradients, world_size
-from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, add_normal_, fold_in
 from opake_lightning.types import (
     ClippedPytree,
@@ -194,28 +193,5 @@ def _with_noise(
 
 
 def _require_clipped(grads: Any) -> None:
-    if isinstance(grads, (NoisedPytree, SecondMomentNoiseOutput)):
-        raise PrivacyError(
-            f"gaussian_noise got a {type(grads).__name__}, which already has its noise"
-        )
-    parts = [grads]
-    if isinstance(grads, SecondMomentClippedPytree):
-        parts = [grads.gradient, *([] if grads.square is None else [grads.square])]
-    for part in parts:
-        _require_sensitivity(part)
-    radius = grads.projection_radius if isinstance(grads, SecondMomentClippedPytree) else None
-    if radius is not None and not (radius > 0 and math.isfinite(radius)):
-        raise PrivacyError(f"projection_radius must be finite and > 0, got {radius!r}")
-
-
-def _require_sensitivity(grads: Any) -> None:
-    if not isinstance(grads, ClippedPytree):
-        raise PrivacyError(
-            f"gaussian_noise needs a ClippedPytree, whose sensitivity sets the noise, got "
-            f"{type(grads).__name__}; pass what clipped_grad's function returned"
-        )
-    if not (grads.sensitivity > 0 and math.isfinite(grads.sensitivity)):
-        raise PrivacyError(
-            f"no finite noise can cover a sensitivity of {grads.sensitivity!r}; clip first"
-        )
-    _check.size_of_noise("the sensitivity of the gradient", grads.sensitivity)
+    refuse_noised(grads, "gaussian_noise")
+    require_bounded(grads, "gaussian_noise")

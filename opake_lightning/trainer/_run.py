@@ -381,25 +381,26 @@ class Run(Recorded):
         if saved["fingerprint"].get("clipping_norm") != clipping:
             values = anew("clip", values, self.state)
         journal, begun = Journal(saved["journal"]), int(saved["begun"])
-        words, past, template = tuple(saved["words"]), None, self.state
+        words, template, step = tuple(saved["words"]), self.state, None
         if forked:
             values = anew("noise", values, template)
-        elif isinstance(mechanism, PrivateMechanism):
-            past = resumed(mechanism, saved["plan"], begun)
+        else:
+            if isinstance(mechanism, PrivateMechanism):
+                mechanism = resumed(mechanism, saved["plan"], begun)
+            step = self._step_of(mechanism, key)
             # A fork has a shorter horizon than the whole fit, and its noise may remember less.
-            template = replace(template, noise=self._step_of(past, key).noise_state)
+            template = replace(template, noise=step.noise_state)
         state = from_state_dict(template, values, strict=True)
         known = self.known_of(journal, Spending.from_dict(saved["released"]))
         parts = {"ledger": saved["ledger"], "forks": known.forks, "trail": saved["trail"]}
         own = Spending.from_dict(parts)
-        if isinstance(mechanism, PrivateMechanism):
-            forked = past is None or not self._repeats(past, own, words, known, state)
-            left = self._steps_left()
-            mechanism = (
-                mechanism.forked(known.ledger, left=left) if past is None or forked else past
-            )
-        step = self._step_of(mechanism, key)
-        if not forked:
+        if not forked and isinstance(mechanism, PrivateMechanism):
+            forked = not self._repeats(mechanism, own, words, known, state)
+        if forked or step is None:
+            assert isinstance(self.mechanism, PrivateMechanism)  # NonPrivate never forks
+            mechanism = self.mechanism.forked(known.ledger, left=self._steps_left())
+            step = self._step_of(mechanism, key)
+        else:
             require_own(state.noise, step.noise_state, own.ledger)
         self.spending, self.own, self.journal, self.words = known, own, journal, words
         self._used = self._shared = True

@@ -211,3 +211,10 @@ def test_a_state_without_its_place_in_the_streams_is_not_restored(lost):
     del saved[lost]
     with pytest.raises(CheckpointError, match=f"lacks '{lost}'"):
         from_state_dict(NoiseState(key(8)), saved)
+
+
+@pytest.mark.parametrize("sensitivity", [1e-40, 1e36])
+def test_a_gradient_that_float32_cannot_hold_is_refused_whatever_its_noise(sensitivity):
+    noise_fn, state = gaussian_noise(noise_multiplier=1e-3 / sensitivity, key=key(7))
+    with pytest.raises(ValueError, match=r"the sensitivity of the gradient is .*float32"):
+        noise_fn(ClippedPytree(torch.zeros(3), sensitivity), state)

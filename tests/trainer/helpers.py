@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -128,6 +129,21 @@ def make_trainer(path: Path, **kwargs: Any) -> pl.Trainer:
             **kwargs,
         }
     )
+
+
+def run_fit(
+    net: Any, path: Path, *callbacks: Any, ckpt: Any = None, loader: Any = None, **trainer: Any
+) -> pl.Trainer:
+    """Fit ``net`` under ``path``, from ``ckpt`` on if there is one; the trainer."""
+    fitter = make_trainer(path, callbacks=list(callbacks), **trainer)
+    fitter.fit(net, loader or make_loader(), ckpt_path=ckpt)
+    return fitter
+
+
+def saver(path: Path, every: int = 3, **kwargs: Any) -> ModelCheckpoint:
+    """Saves every few steps, and keeps all of it."""
+    kwargs = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": every, **kwargs}
+    return ModelCheckpoint(path, **kwargs)
 
 
 class Draws(pl.Callback):

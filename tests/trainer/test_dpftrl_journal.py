@@ -16,8 +16,8 @@ from opake_lightning.optimizers import adamw
 from opake_lightning.random import key
 from opake_lightning.trainer._journal import recorded
 from tests.trainer.cases_dpftrl import ALL, BAND, mf_plan
-from tests.trainer.helpers import Net, assert_same, plan, snapshot
-from tests.trainer.test_journal import Dies, Tells, fit, saver
+from tests.trainer.helpers import Net, assert_same, plan, run_fit, saver, snapshot
+from tests.trainer.test_journal import Dies, Tells
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
@@ -34,7 +34,7 @@ def mf_net(**changes: Any) -> Net:
 def killed(path: Path, after: int = 5, net: Net | None = None, **trainer: Any) -> Path:
     """A run of eight steps that saved after step 3, and died after step 5; its checkpoint."""
     with pytest.raises(RuntimeError, match="killed"):
-        fit(net or mf_net(), path, saver(path), Dies(after), **trainer)
+        run_fit(net or mf_net(), path, saver(path), Dies(after), **trainer)
     return path / "step=3.ckpt"
 
 
@@ -64,10 +64,10 @@ def once(monkeypatch):
 def test_lost_steps_are_repeated_and_not_added(name, tmp_path):
     ckpt = killed(tmp_path, net=mf_net(**ALL[name]))
     resumed, whole, tells = mf_net(**ALL[name]), mf_net(**ALL[name]), Tells()
-    end = fit(resumed, tmp_path, tells, ckpt=ckpt)
+    end = run_fit(resumed, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 5, 5, 6, 7, 8]
     assert horizons(resumed) == [(0, 8, 8)]
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, tmp_path / "whole")))
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
 
 
 def test_a_run_that_dies_again_and_again(tmp_path, once):
@@ -75,10 +75,10 @@ def test_a_run_that_dies_again_and_again(tmp_path, once):
     for after, told in ((4, 5), (7, 5), (5, 7)):
         net, tells = mf_net(), Tells()
         with pytest.raises(RuntimeError, match="killed"):
-            fit(net, tmp_path, tells, Dies(after), ckpt=ckpt)
+            run_fit(net, tmp_path, tells, Dies(after), ckpt=ckpt)
         assert tells.counts[0] == told
         assert net._dp.state.noise.step == net._dp.made.n_steps == after
-    fit(net := mf_net(), tmp_path, ckpt=ckpt)
+    run_fit(net := mf_net(), tmp_path, ckpt=ckpt)
     assert horizons(net) == [(0, 8, 8)]
     assert len(once) == 8
 
@@ -88,24 +88,24 @@ def test_all_is_paid_from_the_first_step_and_repeated_for_nothing(tmp_path):
     ckpt = killed(tmp_path, net=net)
     paid = net.privacy_spent().epsilon
     resumed = mf_net()
-    fit(resumed, tmp_path, PrivacyBudget(paid, 1e-5), ckpt=ckpt)
+    run_fit(resumed, tmp_path, PrivacyBudget(paid, 1e-5), ckpt=ckpt)
     assert (resumed.privacy_spent().epsilon, resumed.privacy_spent().n_steps) == (paid, 8)
     stopped = mf_net()
-    fit(stopped, tmp_path / "b", PrivacyBudget(0.99 * paid, 1e-5), ckpt=ckpt)
+    run_fit(stopped, tmp_path / "b", PrivacyBudget(0.99 * paid, 1e-5), ckpt=ckpt)
     assert stopped._dp.made.n_steps == 3
 
 
 def test_a_second_horizon_is_repeated_as_well(tmp_path, once):
     def twice(*callbacks: Any, ckpt: Any = None, path: Path = tmp_path) -> Net:
         net = mf_net()
-        fit(net, path, max_epochs=1)
-        net.end = fit(net, path, *callbacks, ckpt=ckpt)
+        run_fit(net, path, max_epochs=1)
+        net.end = run_fit(net, path, *callbacks, ckpt=ckpt)
         return net
 
     with pytest.raises(RuntimeError, match="killed"):
         twice(saver(tmp_path), Dies(6))
     resumed = mf_net()
-    end = fit(resumed, tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    end = run_fit(resumed, tmp_path, ckpt=tmp_path / "step=3.ckpt")
     assert horizons(resumed) == [(0, 4, 4), (4, 8, 8)]
     whole = twice(path=tmp_path / "whole")
     assert_same(snapshot(resumed, end), snapshot(whole, whole.end))
@@ -125,15 +125,15 @@ def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
     monkeypatch.setattr(MFNoise, "_release", cut_short)
     net = mf_net()
     with pytest.raises(CheckpointError, match=r"no checkpoint .* while noise was being added"):
-        fit(net, tmp_path, saver(tmp_path), OnExceptionCheckpoint(tmp_path))
+        run_fit(net, tmp_path, saver(tmp_path), OnExceptionCheckpoint(tmp_path))
     assert not (tmp_path / "on_exception.ckpt").exists()
     with pytest.raises(PrivacyError, match="another fit"):
         net._dp.release(None)
     assert recorded(net._dp.journal.name, [tmp_path]) == net._dp.spending
     assert horizons(net) == [(0, 8, 4)]
     monkeypatch.setattr(MFNoise, "_release", watched)
-    end = fit(resumed := mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
-    assert_same(snapshot(resumed, end), snapshot(whole := mf_net(), fit(whole, tmp_path / "w")))
+    end = run_fit(resumed := mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    assert_same(snapshot(resumed, end), snapshot(whole := mf_net(), run_fit(whole, tmp_path / "w")))
 
 
 # -- what would not be a repetition ---------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
 def test_a_fork_counts_both_horizons_and_the_lost_steps(tmp_path, once):
     ckpt = killed(tmp_path)
     net, tells = mf_net(clipping_norm=2.0, on_changed_plan="fork"), Tells()
-    fit(net, tmp_path, tells, ckpt=ckpt)
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 6, 7, 8, 9, 10]
     assert horizons(net) == [(0, 8, 5), (5, 5, 5)]
     assert (net._dp.forks, net._dp.made) == ((5,), net._dp.ledger)
@@ -159,7 +159,7 @@ def test_a_fork_to_another_mechanism_counts_the_lost_steps(to_dpftrl, tmp_path):
     before, now = plans if to_dpftrl else reversed(plans)
     ckpt = killed(tmp_path, net=Net(before))
     net = Net(now)
-    fit(net, tmp_path, ckpt=ckpt)
+    run_fit(net, tmp_path, ckpt=ckpt)
     assert net.privacy_spent().n_steps == net._dp.state.noise.step == 5 + 5
     assert horizons(net) == ([(5, 5, 5)] if to_dpftrl else [(0, 8, 5)])
 
@@ -169,12 +169,12 @@ def test_a_fork_that_died_is_counted_by_the_next(tmp_path, once):
     for spent in (5, 7):
         net, tells = mf_net(strategy=band_mf_strategy(2), on_changed_plan="fork"), Tells()
         with pytest.raises(RuntimeError, match="killed"):
-            fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
+            run_fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
         assert tells.counts == [spent, spent + 1, spent + 2]
     assert net._dp.forks == (5, 7)
     assert horizons(net) == [(0, 8, 5), (5, 5, 2), (7, 5, 2)]
     with pytest.raises(CheckpointError, match="made 6 more"):
-        fit(mf_net(), tmp_path, ckpt=ckpt)
+        run_fit(mf_net(), tmp_path, ckpt=ckpt)
 
 
 def test_a_fork_that_died_after_saving_is_resumed_as_itself(tmp_path, once):
@@ -184,9 +184,9 @@ def test_a_fork_that_died_after_saving_is_resumed_as_itself(tmp_path, once):
         return mf_net(clipping_norm=2.0, on_changed_plan="fork")
 
     with pytest.raises(RuntimeError, match="killed"):
-        fit(fork(), tmp_path, saver(tmp_path / "on"), Dies(7), ckpt=ckpt)
+        run_fit(fork(), tmp_path, saver(tmp_path / "on"), Dies(7), ckpt=ckpt)
     net, tells = fork(), Tells()
-    fit(net, tmp_path, tells, ckpt=tmp_path / "on" / "step=6.ckpt")
+    run_fit(net, tmp_path, tells, ckpt=tmp_path / "on" / "step=6.ckpt")
     assert tells.counts == [9, 9, 10]
     assert horizons(net) == [(0, 8, 5), (5, 5, 5)]
     assert net._dp.forks == (5,)
@@ -196,14 +196,16 @@ def test_a_fork_that_died_after_saving_is_resumed_as_itself(tmp_path, once):
 def test_a_fork_that_is_shorter_than_its_bands_is_resumed_as_itself(tmp_path, once):
     """Its noise remembers less than that of the whole fit, which its plan describes."""
     end = {"max_steps": 5, "max_epochs": -1}
-    fit(mf_net(), tmp_path, saver(tmp_path), max_steps=3, max_epochs=-1)
+    run_fit(mf_net(), tmp_path, saver(tmp_path), max_steps=3, max_epochs=-1)
 
     def fork() -> Net:
         return mf_net(clipping_norm=2.0, on_changed_plan="fork")
 
     whole = fork()
-    trainer = fit(whole, tmp_path, saver(tmp_path / "on", 1), ckpt=tmp_path / "step=3.ckpt", **end)
-    again = fit(resumed := fork(), tmp_path, ckpt=tmp_path / "on" / "step=4.ckpt", **end)
+    trainer = run_fit(
+        whole, tmp_path, saver(tmp_path / "on", 1), ckpt=tmp_path / "step=3.ckpt", **end
+    )
+    again = run_fit(resumed := fork(), tmp_path, ckpt=tmp_path / "on" / "step=4.ckpt", **end)
     assert_same(snapshot(resumed, again), snapshot(whole, trainer))
     assert horizons(resumed) == [(0, 3, 3), (3, 2, 2)]
     assert len(once) == 5
@@ -212,22 +214,22 @@ def test_a_fork_that_is_shorter_than_its_bands_is_resumed_as_itself(tmp_path, on
 def test_another_learning_rate_would_meet_the_same_noise(tmp_path, once):
     ckpt = killed(tmp_path)
     with pytest.raises(CheckpointError, match=r"made 2 more.*learning rate"):
-        fit(Net(mf_plan(), lambda: adamw(0.01)), tmp_path, ckpt=ckpt)
+        run_fit(Net(mf_plan(), lambda: adamw(0.01)), tmp_path, ckpt=ckpt)
     forked = Net(mf_plan(on_changed_plan="fork"), lambda: adamw(0.01))
-    fit(forked, tmp_path, ckpt=ckpt)
+    run_fit(forked, tmp_path, ckpt=ckpt)
     assert horizons(forked) == [(0, 8, 5), (5, 5, 5)]
 
 
 def test_more_steps_than_the_horizon_has_are_not_repeated(tmp_path, once):
     """A second fit of the same plan is a second horizon, with noise of its own."""
     net = mf_net()
-    fit(net, tmp_path, saver(tmp_path))
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, saver(tmp_path))
+    run_fit(net, tmp_path, max_epochs=1)
     assert horizons(net) == [(0, 8, 8), (8, 4, 4)]
     with pytest.raises(CheckpointError, match="made 9 more"):
-        fit(mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
+        run_fit(mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
     forked = mf_net(on_changed_plan="fork")
-    fit(forked, tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    run_fit(forked, tmp_path, ckpt=tmp_path / "step=3.ckpt")
     assert horizons(forked) == [(0, 8, 8), (8, 4, 4), (12, 5, 5)]
 
 
@@ -235,9 +237,9 @@ def test_a_second_fit_in_the_middle_of_repeated_steps_begins_after_all_of_them(t
     ckpt = killed(tmp_path)
     net = mf_net()
     with pytest.raises(RuntimeError, match="killed"):
-        fit(net, tmp_path, Dies(4), ckpt=ckpt)
+        run_fit(net, tmp_path, Dies(4), ckpt=ckpt)
     assert (net._dp.made.n_steps, net.privacy_spent().n_steps) == (4, 5)
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, max_epochs=1)
     assert horizons(net) == [(0, 8, 5), (5, 4, 4)]
     state = net._dp.state.noise
     assert (state.start, state.step) == (5, 9)
@@ -251,10 +253,10 @@ def test_the_same_module_resumes_again_in_the_middle_of_repeated_steps(privacy, 
     ckpt = killed(tmp_path, net=Net(privacy))
     net = Net(privacy)
     with pytest.raises(RuntimeError, match="killed"):
-        fit(net, tmp_path, Dies(4), ckpt=ckpt)
-    end = fit(net, tmp_path, ckpt=ckpt)
+        run_fit(net, tmp_path, Dies(4), ckpt=ckpt)
+    end = run_fit(net, tmp_path, ckpt=ckpt)
     assert net._dp.forks == ()
-    assert_same(snapshot(net, end), snapshot(whole := Net(privacy), fit(whole, tmp_path / "w")))
+    assert_same(snapshot(net, end), snapshot(whole := Net(privacy), run_fit(whole, tmp_path / "w")))
 
 
 # -- load_from_checkpoint -------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(copied, tmp_path,
     assert net.privacy_spent().n_steps == 3  # of these weights
     if copied:
         net = copy.deepcopy(net)
-    fit(net, tmp_path, tells, max_epochs=1)
+    run_fit(net, tmp_path, tells, max_epochs=1)
     assert tells.counts == [5, 6, 7, 8, 9]
     assert horizons(net) == [(0, 8, 5), (5, 4, 4)]
     assert net._dp.state.noise.start == 5

@@ -7,18 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opake_lightning import CheckpointError
 from opake_lightning.trainer._run import Run
+from tests.trainer import helpers
 from tests.trainer.helpers import (
     N_CLASSES,
     N_FEATURES,
@@ -29,6 +31,7 @@ from tests.trainer.helpers import (
     make_loader,
     make_trainer,
     plan,
+    run_fit,
     snapshot,
 )
 
@@ -40,17 +43,7 @@ pytestmark = [
 ]
 
 
-def saver(path: Path, **kwargs: Any) -> ModelCheckpoint:
-    kwargs = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **kwargs}
-    return ModelCheckpoint(path, **kwargs)
-
-
-def fit(
-    net: Any, path: Path, *callbacks: Any, ckpt: Any = None, loader: Any = None, **trainer: Any
-):
-    fitter = make_trainer(path, callbacks=list(callbacks), **trainer)
-    fitter.fit(net, loader or make_loader(), ckpt_path=ckpt)
-    return fitter
+saver = partial(helpers.saver, every=2)
 
 
 def check_resumed(path: Path, ckpt: Path, spent: int, make: Any = Net, **how: Any) -> None:
@@ -62,9 +55,9 @@ def check_resumed(path: Path, ckpt: Path, spent: int, make: Any = Net, **how: An
             told.append(module.privacy_spent().n_steps)
 
     resumed, whole = make(), make()
-    end = fit(resumed, path, Tells(), ckpt=ckpt, **how)
+    end = run_fit(resumed, path, Tells(), ckpt=ckpt, **how)
     assert told == [spent]
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, path / "whole")))
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, path / "whole")))
 
 
 # -- the process ----------------------------------------------------------------------------------
@@ -89,7 +82,7 @@ class Breaks(pl.Callback):
 def test_an_error_in_the_loss(error, tmp_path):
     net = Net()
     with pytest.raises((error, SystemExit)):
-        fit(net, tmp_path, saver(tmp_path), Breaks(5, error))
+        run_fit(net, tmp_path, saver(tmp_path), Breaks(5, error))
     assert net.privacy_spent().n_steps == net._dp.state.step == 5
     check_resumed(tmp_path, tmp_path / "step=4.ckpt", spent=5)
 
@@ -103,7 +96,7 @@ def test_ctrl_c_in_the_middle_of_a_run(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit):
-            fit(Net(), tmp_path, saver(tmp_path), Presses(), OnExceptionCheckpoint(tmp_path))
+            run_fit(Net(), tmp_path, saver(tmp_path), Presses(), OnExceptionCheckpoint(tmp_path))
     finally:
         signal.signal(signal.SIGINT, before)
     check_resumed(tmp_path / "a", tmp_path / "on_exception.ckpt", spent=5)
@@ -127,7 +120,7 @@ def test_an_error_in_the_update_is_no_place_to_save(halfway, tmp_path, monkeypat
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(CheckpointError, match="weights belong to no step"):
-            fit(net, tmp_path, saver(tmp_path), OnExceptionCheckpoint(tmp_path))
+            run_fit(net, tmp_path, saver(tmp_path), OnExceptionCheckpoint(tmp_path))
     finally:
         signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
@@ -147,7 +140,7 @@ class Kills(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 path = Path(sys.argv[1])
-fit(Net(), path, saver(path), Kills())
+run_fit(Net(), path, saver(path), Kills())
 """
 
 
@@ -194,7 +187,7 @@ class Deadly(Points):
 
 def test_a_worker_that_dies(tmp_path):
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
-        fit(
+        run_fit(
             net := Net(),
             tmp_path,
             saver(tmp_path, every_n_train_steps=1),
@@ -219,7 +212,7 @@ def test_an_example_that_cannot_be_read(workers, tmp_path):
     """It is an error, and no example is left out: that would be a step of another batch."""
     net, draws = Net(), Draws()
     with pytest.raises(OSError, match="cannot be read"):
-        fit(net, tmp_path, draws, saver(tmp_path, every_n_train_steps=1),
+        run_fit(net, tmp_path, draws, saver(tmp_path, every_n_train_steps=1),
             loader=make_loader(Raises(), num_workers=workers))  # fmt: skip
     steps = net.privacy_spent().n_steps
     assert len(draws.seen) == steps
@@ -239,8 +232,8 @@ class Slow(Points):
 def test_a_slow_loader_changes_nothing(workers, tmp_path):
     slow, quick = Net(), Net()
     loader = make_loader(Slow(), num_workers=workers)
-    a = fit(slow, tmp_path, loader=loader, max_epochs=1)
-    b = fit(quick, tmp_path, max_epochs=1)
+    a = run_fit(slow, tmp_path, loader=loader, max_epochs=1)
+    b = run_fit(quick, tmp_path, max_epochs=1)
     assert_same(snapshot(slow, a), snapshot(quick, b))
 
 
@@ -248,7 +241,7 @@ def test_a_slow_loader_changes_nothing(workers, tmp_path):
 
 
 def test_another_version_is_refused(tmp_path):
-    fit(Net(), tmp_path, saver(tmp_path))
+    run_fit(Net(), tmp_path, saver(tmp_path))
     path = tmp_path / "step=4.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     for entry in (
@@ -258,7 +251,7 @@ def test_another_version_is_refused(tmp_path):
         entry["version"] = 99
     torch.save(checkpoint, path)
     with pytest.raises(CheckpointError, match="version 99, this release reads version 1"):
-        fit(Net(), tmp_path, ckpt=path)
+        run_fit(Net(), tmp_path, ckpt=path)
     with pytest.raises(CheckpointError, match="version 99"):
         Net.load_from_checkpoint(path)
 
@@ -280,10 +273,10 @@ class Deeper(Net):
     ("make", "said"), [(Wider, "size mismatch for net.0.weight"), (Deeper, "net.4.weight")]
 )
 def test_another_model_is_refused(make, said, tmp_path):
-    fit(Net(), tmp_path, saver(tmp_path))
+    run_fit(Net(), tmp_path, saver(tmp_path))
     net = make()
     with pytest.raises(RuntimeError, match=said):
-        fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+        run_fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt")
     assert net.privacy_spent().n_steps == 0
 
 
@@ -299,10 +292,10 @@ def test_weights_that_a_lax_load_passes_over_are_missed(missing, tmp_path):
             for name in list(weights) if missing == "all" else ["net.0.weight"]:
                 weights[f"base.{name}"] = weights.pop(name)
 
-    fit(Lax(), tmp_path, saver(tmp_path))
+    run_fit(Lax(), tmp_path, saver(tmp_path))
     net = Lax()
     with pytest.raises(CheckpointError, match=r"lacks trained weights: net\.0\.weight"):
-        fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+        run_fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt")
     assert net.privacy_spent().n_steps == 0
 
 
@@ -321,10 +314,10 @@ class Adapters(Net):
 
 
 def test_adapters_alone_are_enough(tmp_path):
-    fit(Adapters(), tmp_path, saver(tmp_path))
+    run_fit(Adapters(), tmp_path, saver(tmp_path))
     resumed, whole = Adapters(), Adapters()
-    end = fit(resumed, tmp_path, ckpt=tmp_path / "step=4.ckpt")
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, tmp_path / "whole")))
+    end = run_fit(resumed, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
 
 
 class Tied(Net):
@@ -347,11 +340,11 @@ class Tied(Net):
 
 
 def test_tied_embeddings_resume_tied(tmp_path):
-    fit(Tied(), tmp_path, saver(tmp_path))
+    run_fit(Tied(), tmp_path, saver(tmp_path))
     resumed, whole = Tied(), Tied()
-    end = fit(resumed, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+    end = run_fit(resumed, tmp_path, ckpt=tmp_path / "step=4.ckpt")
     assert resumed.head.weight is resumed.embedding.weight
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, tmp_path / "whole")))
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
     loaded = Tied.load_from_checkpoint(tmp_path / "step=8.ckpt")
     assert loaded.head.weight is loaded.embedding.weight
     assert loaded.privacy_spent().n_steps == 8
@@ -379,17 +372,17 @@ def test_a_checkpoint_with_a_data_module_loads_where_there_is_none(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(loaded(Points().x), net(Points().x), rtol=0, atol=0)
     assert Data.load_from_checkpoint(tmp_path / "step=8.ckpt").hparams["size"] == 24
-    fit(Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt")
+    run_fit(Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt")
 
 
 def test_a_dataset_of_another_size_is_refused_after_a_kill_too(tmp_path):
     with pytest.raises(ArithmeticError):
-        fit(Net(), tmp_path, saver(tmp_path), Breaks(5, ArithmeticError))
+        run_fit(Net(), tmp_path, saver(tmp_path), Breaks(5, ArithmeticError))
     with pytest.raises(CheckpointError, match="n_examples"):
-        fit(Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", loader=make_loader(Points(30)))
+        run_fit(Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", loader=make_loader(Points(30)))
     net = Net(plan(on_changed_plan="fork"))
     loader = make_loader(Points(30))
-    trainer = fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt", loader=loader, max_epochs=3)
+    trainer = run_fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt", loader=loader, max_epochs=3)
     counts = [count for _, count in net._dp.ledger.process.segments]
     assert counts == [5, trainer.global_step - 4]
     assert net._dp.forks == (5,)

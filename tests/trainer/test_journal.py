@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError, PoissonLoader, PrivacyBudget
 from opake_lightning.accounting import GaussianEvent, Ledger
@@ -31,8 +30,9 @@ from tests.trainer.helpers import (
     assert_same,
     epsilon_after,
     make_loader,
-    make_trainer,
     plan,
+    run_fit,
+    saver,
     snapshot,
 )
 
@@ -67,23 +67,10 @@ class Tells(pl.Callback):
         self.counts.append(module.privacy_spent().n_steps)
 
 
-def saver(path: Path, every: int = 3, **kwargs: Any) -> ModelCheckpoint:
-    kwargs = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": every, **kwargs}
-    return ModelCheckpoint(path, **kwargs)
-
-
-def fit(
-    net: Net, path: Path, *callbacks: Any, ckpt: Any = None, loader: Any = None, **trainer: Any
-):
-    fitter = make_trainer(path, callbacks=list(callbacks), **trainer)
-    fitter.fit(net, loader or make_loader(), ckpt_path=ckpt)
-    return fitter
-
-
 def killed(path: Path, after: int = 5, net: Net | None = None, **trainer: Any) -> Path:
     """A run that saved after step 3, and died after step 5; its checkpoint."""
     with pytest.raises(RuntimeError, match="killed"):
-        fit(net or Net(), path, saver(path), Dies(after), **trainer)
+        run_fit(net or Net(), path, saver(path), Dies(after), **trainer)
     return path / "step=3.ckpt"
 
 
@@ -102,10 +89,10 @@ def test_lost_steps_are_spent_at_once_and_not_twice(trainer, tmp_path):
 
     ckpt = killed(tmp_path, loader=loader(), **trainer)
     resumed, whole, tells = Net(), Net(), Tells()
-    end = fit(resumed, tmp_path, tells, ckpt=ckpt, loader=loader(), **trainer)
+    end = run_fit(resumed, tmp_path, tells, ckpt=ckpt, loader=loader(), **trainer)
     assert tells.counts == [5, 5, 5, 6, 7, 8]
     other = tmp_path / "whole"
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, other)))
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, other)))
     assert resumed.privacy_spent().epsilon == epsilon_after(8)
 
 
@@ -115,7 +102,7 @@ def test_a_resume_that_dies_too_forgets_nothing(tmp_path):
     for _ in range(2):
         net, tells = Net(), Tells()
         with pytest.raises(RuntimeError, match="killed"):
-            fit(net, tmp_path, tells, Dies(4), ckpt=tmp_path / "first.ckpt")
+            run_fit(net, tmp_path, tells, Dies(4), ckpt=tmp_path / "first.ckpt")
         assert tells.counts[0] == net.privacy_spent().n_steps == 7
         assert recorded(net._dp.journal.name, [tmp_path]).ledger.n_steps == 7
 
@@ -124,11 +111,11 @@ def test_a_checkpoint_made_while_steps_are_repeated_knows_of_all(tmp_path):
     """It may be taken to where the record is not."""
     ckpt = killed(tmp_path, after=6)
     elsewhere = tmp_path / "elsewhere"
-    fit(Net(), elsewhere, saver(elsewhere, every=1), ckpt=ckpt, max_steps=4, max_epochs=-1)
+    run_fit(Net(), elsewhere, saver(elsewhere, every=1), ckpt=ckpt, max_steps=4, max_epochs=-1)
     record_of(tmp_path).unlink()
     record_of(elsewhere).unlink()
     tells = Tells()
-    fit(Net(), elsewhere, tells, ckpt=elsewhere / "step=4.ckpt")
+    run_fit(Net(), elsewhere, tells, ckpt=elsewhere / "step=4.ckpt")
     assert tells.counts == [6, 6, 6, 7, 8]
     assert Net.load_from_checkpoint(elsewhere / "step=4.ckpt").privacy_spent().n_steps == 6
 
@@ -141,7 +128,7 @@ def test_the_record_is_found_beside_other_checkpoints_of_the_trainer(tmp_path):
     for where in ({"default_root_dir": tmp_path}, {"callbacks": [saver(tmp_path)]}):
         tells = Tells()
         callbacks = [tells, *where.pop("callbacks", [])]
-        fit(Net(), scratch, *callbacks, ckpt=moved, **where)
+        run_fit(Net(), scratch, *callbacks, ckpt=moved, **where)
         assert tells.counts[0] >= 5
         for file in scratch.glob("*.steps"):
             file.unlink()
@@ -151,7 +138,7 @@ def test_without_a_record_the_checkpoints_count_holds(tmp_path):
     ckpt = killed(tmp_path)
     record_of(tmp_path).unlink()
     net, tells = Net(), Tells()
-    fit(net, tmp_path, tells, ckpt=ckpt)
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [3, 4, 5, 6, 7, 8]
 
 
@@ -160,14 +147,14 @@ def test_the_module_itself_remembers_what_no_file_does(tmp_path):
     ckpt = killed(tmp_path, net=net)
     record_of(tmp_path).unlink()
     tells = Tells()
-    fit(net, tmp_path, tells, ckpt=ckpt)
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 5, 5, 6, 7, 8]
 
 
 def test_a_module_that_resumes_another_run_has_spent_what_that_had(tmp_path):
     ckpt, net, tells = killed(tmp_path), Net(), Tells()
-    fit(net, tmp_path / "other")
-    fit(net, tmp_path, tells, ckpt=ckpt)
+    run_fit(net, tmp_path / "other")
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 5, 5, 6, 7, 8]
 
 
@@ -175,14 +162,14 @@ def test_a_module_that_resumes_another_run_has_spent_what_that_had(tmp_path):
 def test_a_budget_lets_steps_be_repeated_and_no_more(budget, tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
-    fit(net, tmp_path, PrivacyBudget(epsilon_after(budget), 1e-5), ckpt=ckpt)
+    run_fit(net, tmp_path, PrivacyBudget(epsilon_after(budget), 1e-5), ckpt=ckpt)
     assert net._dp.made.n_steps == net.privacy_spent().n_steps == budget
 
 
 def test_an_overspent_budget_stops_at_once(tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
-    fit(net, tmp_path, PrivacyBudget(epsilon_after(4), 1e-5), ckpt=ckpt)
+    run_fit(net, tmp_path, PrivacyBudget(epsilon_after(4), 1e-5), ckpt=ckpt)
     assert net._dp.made.n_steps == 3
     assert net.privacy_spent().n_steps == 5
 
@@ -193,8 +180,8 @@ def test_repeated_steps_meet_a_target(tmp_path):
 
     ckpt = killed(tmp_path, net=net())
     resumed, whole = net(), net()
-    end = fit(resumed, tmp_path, ckpt=ckpt)
-    assert_same(snapshot(resumed, end), snapshot(whole, fit(whole, tmp_path / "whole")))
+    end = run_fit(resumed, tmp_path, ckpt=ckpt)
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
     assert 2.97 < resumed.privacy_spent().epsilon <= 3.0
 
 
@@ -206,10 +193,10 @@ def test_another_learning_rate_would_meet_the_same_noise(tmp_path):
     schedule = linear_schedule(0.05, 0.01, transition_steps=6)
     for rate in (0.01, schedule):
         with pytest.raises(CheckpointError, match=r"made 2 more.*learning rate"):
-            fit(Net(optimizer=lambda rate=rate: adamw(rate)), tmp_path, ckpt=ckpt)
+            run_fit(Net(optimizer=lambda rate=rate: adamw(rate)), tmp_path, ckpt=ckpt)
     # Nothing was released after this one, so there is no noise to meet again.
-    fit(Net(), tmp_path, saver(tmp_path, every=1), ckpt=ckpt, max_steps=5, max_epochs=-1)
-    fit(Net(optimizer=lambda: adamw(0.01)), tmp_path, ckpt=tmp_path / "step=5.ckpt")
+    run_fit(Net(), tmp_path, saver(tmp_path, every=1), ckpt=ckpt, max_steps=5, max_epochs=-1)
+    run_fit(Net(optimizer=lambda: adamw(0.01)), tmp_path, ckpt=tmp_path / "step=5.ckpt")
 
 
 def test_a_schedule_is_repeated_as_it_was(tmp_path):
@@ -218,14 +205,14 @@ def test_a_schedule_is_repeated_as_it_was(tmp_path):
 
     ckpt = killed(tmp_path, net=net())
     resumed = net()
-    fit(resumed, tmp_path, ckpt=ckpt)
+    run_fit(resumed, tmp_path, ckpt=ckpt)
     assert resumed.privacy_spent().n_steps == 8
 
 
 def test_a_fork_counts_the_lost_steps_in_addition(tmp_path):
     ckpt = killed(tmp_path)
     net, tells = Net(plan(clipping_norm=2.0, on_changed_plan="fork")), Tells()
-    fit(net, tmp_path, tells, ckpt=ckpt)
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 6, 7, 8, 9, 10]
     assert net._dp.forks == (5,)
     assert net._dp.state.noise.key != key(7)
@@ -241,18 +228,18 @@ def test_a_fork_that_died_is_counted_by_the_next(tmp_path):
     for spent in (5, 7):
         net, tells = fork(), Tells()
         with pytest.raises(RuntimeError, match="killed"):
-            fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
+            run_fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
         assert tells.counts == [spent, spent + 1, spent + 2]
     assert net._dp.forks == (5, 7)
     # And the unforked run is not there to go on with: its next steps are not those recorded.
     with pytest.raises(CheckpointError, match="made 6 more"):
-        fit(Net(), tmp_path, ckpt=ckpt)
+        run_fit(Net(), tmp_path, ckpt=ckpt)
 
 
 def test_forks_are_in_the_public_record(tmp_path):
     ckpt = killed(tmp_path)
     net = Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
-    trainer = fit(net, tmp_path, ckpt=ckpt)
+    trainer = run_fit(net, tmp_path, ckpt=ckpt)
     trainer.save_checkpoint(tmp_path / "public.ckpt", weights_only=True)
     public = torch.load(tmp_path / "public.ckpt", weights_only=True)["opake_lightning"]
     assert public["forks"] == [5]
@@ -263,7 +250,7 @@ def test_forks_are_in_the_public_record(tmp_path):
 def test_a_fork_plans_for_what_is_left_of_the_target(tmp_path):
     ckpt = killed(tmp_path, net=Net(plan(noise_multiplier=2.0)))
     net = Net(plan(target_epsilon=4.0, on_changed_plan="fork"))
-    fit(net, tmp_path, ckpt=ckpt)
+    run_fit(net, tmp_path, ckpt=ckpt)
     assert net.privacy_spent().n_steps == 5 + 5
     assert 3.96 < net.privacy_spent().epsilon <= 4.0
 
@@ -271,19 +258,19 @@ def test_a_fork_plans_for_what_is_left_of_the_target(tmp_path):
 def test_steps_of_another_plan_after_the_checkpoint_are_not_repeated(tmp_path):
     """The first fit's checkpoint and plan would come to the second fit's steps, and their noise."""
     net = Net()
-    fit(net, tmp_path, saver(tmp_path), max_epochs=1)
+    run_fit(net, tmp_path, saver(tmp_path), max_epochs=1)
     net.privacy = plan(noise_multiplier=2.0)
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, max_epochs=1)
     with pytest.raises(CheckpointError, match="made 5 more"):
-        fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt", max_epochs=3)
+        run_fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt", max_epochs=3)
 
 
 def test_a_second_fit_in_the_middle_of_repeated_steps_gets_a_new_key(tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
-    fit(net, tmp_path, ckpt=ckpt, max_steps=4, max_epochs=-1)
+    run_fit(net, tmp_path, ckpt=ckpt, max_steps=4, max_epochs=-1)
     assert (net._dp.made.n_steps, net.privacy_spent().n_steps) == (4, 5)
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, max_epochs=1)
     assert net._dp.state.noise.key != key(7)
     assert net._dp.forks == (5,)
     assert net._dp.made.n_steps == net.privacy_spent().n_steps == 9
@@ -305,7 +292,7 @@ def test_a_step_is_recorded_before_another_rank_may_have_its_sum(
     monkeypatch.setattr(_run, "world_size", lambda: ranks)
     net = Net()
     with pytest.raises(RuntimeError, match="killed"):
-        fit(net, tmp_path, saver(tmp_path))
+        run_fit(net, tmp_path, saver(tmp_path))
     found = recorded(net._dp.journal.name, [tmp_path])
     assert found is not None
     assert found.ledger.n_steps == counted
@@ -318,7 +305,7 @@ def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(tmp_path):
     ckpt = killed(tmp_path)
     net, tells = Net.load_from_checkpoint(ckpt), Tells()
     assert net.privacy_spent().n_steps == 3  # of these weights
-    fit(net, tmp_path, tells, max_epochs=1)
+    run_fit(net, tmp_path, tells, max_epochs=1)
     assert tells.counts == [5, 6, 7, 8, 9]
 
 
@@ -328,7 +315,7 @@ def test_a_record_that_knows_less_than_the_checkpoint_takes_nothing_away(tmp_pat
     name = torch.load(ckpt, weights_only=True)["opake_lightning"]["journal"]
     Journal(name).keep_in(tmp_path, Fake)
     net = Net.load_from_checkpoint(ckpt)
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, max_epochs=1)
     assert net.privacy_spent().n_steps == 3 + 4
 
 
@@ -336,7 +323,7 @@ def test_what_came_after_counts_towards_a_target(tmp_path):
     ckpt = killed(tmp_path, net=Net(plan(noise_multiplier=2.0)))
     net = Net.load_from_checkpoint(ckpt)
     net.privacy = plan(target_epsilon=4.0)
-    fit(net, tmp_path, max_epochs=1)
+    run_fit(net, tmp_path, max_epochs=1)
     assert net.privacy_spent().n_steps == 9
     assert 3.96 < net.privacy_spent().epsilon <= 4.0
 
@@ -413,7 +400,7 @@ def test_garbage_is_no_count(content, tmp_path):
     ckpt = killed(tmp_path)
     record_of(tmp_path).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
-        fit(Net(), tmp_path, ckpt=ckpt)
+        run_fit(Net(), tmp_path, ckpt=ckpt)
     with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
         Net.load_from_checkpoint(ckpt)
 
@@ -424,9 +411,9 @@ def test_a_name_leads_nowhere_else(tmp_path):
 
 
 def test_no_checkpoint_no_file(tmp_path):
-    fit(Net(), tmp_path)
+    run_fit(Net(), tmp_path)
     assert not list(tmp_path.iterdir())
-    fit(Net(), tmp_path, saver(tmp_path, every=2, save_weights_only=True))
+    run_fit(Net(), tmp_path, saver(tmp_path, every=2, save_weights_only=True))
     assert not list(tmp_path.glob("*.steps"))
 
 
@@ -437,7 +424,7 @@ def test_a_checkpoint_directory_that_was_deleted_stops_nothing(tmp_path):
                 shutil.rmtree(tmp_path / "a")
 
     net = Net()
-    fit(net, tmp_path, saver(tmp_path / "a", every=3, save_top_k=1), Deletes(), max_epochs=1)
+    run_fit(net, tmp_path, saver(tmp_path / "a", every=3, save_top_k=1), Deletes(), max_epochs=1)
     assert net.privacy_spent().n_steps == 4
 
 
@@ -455,12 +442,14 @@ def test_a_step_that_cannot_be_recorded_is_not_applied(tmp_path, monkeypatch):
                 monkeypatch.setattr(os, "pwrite", pwrite)
 
     with pytest.raises(CheckpointError, match="cannot be recorded"):
-        fit(net, tmp_path, saver(tmp_path), Breaks())
+        run_fit(net, tmp_path, saver(tmp_path), Breaks())
     monkeypatch.undo()
     torch.testing.assert_close(dict(net.named_parameters()), weights, rtol=0, atol=0)
     assert net.privacy_spent().n_steps == 5  # counted all the same
-    end = fit(resumed := Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
-    assert_same(snapshot(resumed, end), snapshot(whole := Net(), fit(whole, tmp_path / "whole")))
+    end = run_fit(resumed := Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    assert_same(
+        snapshot(resumed, end), snapshot(whole := Net(), run_fit(whole, tmp_path / "whole"))
+    )
 
 
 def test_a_record_costs_little(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
-from tests.trainer.helpers import Net, plan
-from tests.trainer.test_journal import fit, record_of, saver
+from tests.trainer.helpers import Net, plan, run_fit, saver
+from tests.trainer.test_journal import record_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
@@ -27,13 +27,13 @@ def test_all_rates_since_the_checkpoint_must_be_the_same(tmp_path):
     def slower() -> Net:
         return Net(optimizer=lambda: adamw(0.01))
 
-    fit(Net(), tmp_path, saver(tmp_path, every=1), **steps(5))
-    fit(slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
+    run_fit(Net(), tmp_path, saver(tmp_path, every=1), **steps(5))
+    run_fit(slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
     for net in (slower(), Net()):
         with pytest.raises(CheckpointError, match=r"made 4 more.*learning rate"):
-            fit(net, tmp_path, ckpt=tmp_path / "step=3.ckpt", **steps(7))
+            run_fit(net, tmp_path, ckpt=tmp_path / "step=3.ckpt", **steps(7))
     # Those who made the last steps may make them again.
-    fit(net := slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
+    run_fit(net := slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
     assert net.privacy_spent().n_steps == 7
 
 
@@ -43,17 +43,17 @@ def test_steps_of_another_branch_that_cost_as_much_are_not_repeated(tmp_path):
     def forked(how: Any = "refuse") -> Net:
         return Net(plan(clipping_norm=2.0, on_changed_plan=how))
 
-    fit(Net(), tmp_path, saver(tmp_path, every=1), **steps(4))
-    end = fit(forked("fork"), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(4))
+    run_fit(Net(), tmp_path, saver(tmp_path, every=1), **steps(4))
+    end = run_fit(forked("fork"), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(4))
     end.save_checkpoint(tmp_path / "fork.ckpt")
-    fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
+    run_fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
     assert (net._dp.forks, net.privacy_spent().n_steps) == ((4,), 6)
     with pytest.raises(CheckpointError, match="made 2 more"):
-        fit(forked(), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
+        run_fit(forked(), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
     # The run itself may be killed, and repeats its own.
-    fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
+    run_fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
     assert net.privacy_spent().n_steps == 6
-    fit(net := forked("fork"), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
+    run_fit(net := forked("fork"), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
     assert net.privacy_spent().n_steps == 8
 
 
@@ -65,11 +65,11 @@ def test_a_key_that_was_saved_before_its_first_step_is_not_given_to_another_fit(
 
     net, resumed = Net(), Net()
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(net, tmp_path, Saves())
+        run_fit(net, tmp_path, Saves())
     net.privacy = plan(clipping_norm=2.0)
-    fit(net, tmp_path)
+    run_fit(net, tmp_path)
     with pytest.raises(CheckpointError, match="made 8 more"):
-        fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
+        run_fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
     record_of(tmp_path).unlink()
-    fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
+    run_fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
     assert resumed._dp.state.noise.key != net._dp.state.noise.key
