@@ -102,6 +102,7 @@ def test_every_noise_has_an_epsilon(rate, steps):
     )
 
 
+@pytest.mark.slow
 def test_ten_million_steps_are_still_told_from_steps_without_sampling():
     """By the central limit they are one Gaussian with μ = q √(T (exp(σ⁻²) - 1)): ε = 21.8."""
     process = Process(((GaussianEvent(1.1, 0.001), 10**7),))

@@ -54,6 +54,7 @@ sys.exit(f"cannot be imported without Lightning: {failed}" if failed else 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system lacks")
 def test_core_imports_without_lightning() -> None:
     command = [sys.executable, "-c", WITHOUT_LIGHTNING, "opake_lightning", *CORE]

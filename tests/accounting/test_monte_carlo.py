@@ -268,6 +268,7 @@ def test_without_chance_it_is_the_exact_gaussian(cost, truth):
     assert cost.delta_at(1.0) == pytest.approx(truth.delta_at(1.0), rel=1e-9)
 
 
+@pytest.mark.slow
 # With 0.8 confidence, at most a fifth of all seeds may be below the truth. The direction that
 # matters gets half of that, so it is a tenth. Of the estimates themselves, half are.
 def test_the_bound_is_below_the_truth_as_seldom_as_it_says():

@@ -116,6 +116,7 @@ def adam():
     return adamw(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "then", ["opake_ddp", pytest.param("opake_ddp_spawn", marks=pytest.mark.slow)]

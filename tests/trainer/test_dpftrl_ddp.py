@@ -19,6 +19,7 @@ from tests.trainer.two_ranks_dpftrl import fits
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
 ]
 

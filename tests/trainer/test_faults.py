@@ -207,6 +207,7 @@ class Raises(Points):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_example_that_cannot_be_read(workers, tmp_path):
     """It is an error, and no example is left out: that would be a step of another batch."""

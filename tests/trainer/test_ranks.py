@@ -30,7 +30,7 @@ from tests.trainer.many_ranks import (
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def found(folder: Path, what: str) -> dict[str, dict[int, Any]]:

@@ -51,6 +51,7 @@ from opake_lightning.plan import _dpsgd
 from opake_lightning.random import key
 from tests.trainer.helpers import make_trainer
 
+pytestmark = pytest.mark.slow
 Scores = NDArray[np.float64]
 
 N, BATCH = 512, 256
@@ -336,13 +337,10 @@ def steps_of_one_canary(n_runs: int, factor: float = 1.0) -> tuple[Scores, Score
     return np.concatenate(scores[1]), np.concatenate(scores[0]), spent.epsilon(DELTA)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 def test_steps_of_dpsgd():
     check(*steps_of_one_canary(2400), right=True, near=0.3)
 
 
-@pytest.mark.slow
 def test_sabotage_of_steps_is_found():
     with noise_times(0.5):
         found = steps_of_one_canary(1200, 0.5)
