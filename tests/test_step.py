@@ -12,6 +12,7 @@ import torchopt
 from torch import Tensor
 from torch.nn import functional as F
 
+from opake_lightning.dpftrl.noise import bsr_strategy, mf_gaussian_noise
 from opake_lightning.dpsgd.clipping import clipped_grad
 from opake_lightning.dpsgd.noise import NoiseState, gaussian_noise
 from opake_lightning.errors import PrivacyError
@@ -77,6 +78,20 @@ def test_the_pure_step_writes_to_nothing(make):
         assert state.step == new_state.step - 1
         assert all(not torch.equal(new[name], now[name]) for name in now)
         now, state = new, new_state
+
+
+def test_the_pure_step_writes_to_no_memory_of_correlated_noise():
+    noise_fn, noise_state = mf_gaussian_noise(
+        params(), bsr_strategy(3), n_steps=4, noise_multiplier=1.0, key=key(7)
+    )
+    step = dataclasses.replace(make_step(sgd(lr=0.1)), noise_fn=noise_fn, noise_state=noise_state)
+    _, _, state = step(params(), batch(), step.init(params()))
+    before = snapshot(state.noise)
+    assert before
+    once, _, _ = step(params(), batch(), state)
+    again, _, _ = step(params(), batch(), state)
+    assert snapshot(state.noise) == before
+    assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 @optimizers

@@ -334,7 +334,7 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
     # Under several processes Lightning wraps a custom sampler; what counts is what the user chose.
     sampler = getattr(getattr(loader.sampler, "dataset", None), "_sampler", loader.sampler)
     plain = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-    if isinstance(sampler, RandomSampler):
+    if plain and isinstance(sampler, RandomSampler):
         everything = sampler.num_samples == len(cast("Sized", loader.dataset))
         plain = everything and not sampler.replacement
     if not plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:

@@ -324,10 +324,12 @@ def test_another_optimizer_is_refused_by_name(tmp_path):
 
 def test_non_private_and_private_runs_are_not_mixed(tmp_path):
     path = saved(Net(), tmp_path)
-    _refused_without_a_trace(lambda: Net(NonPrivate()), tmp_path, path, "plan .*DPSGD.*NonPrivate")
+    _refused_without_a_trace(
+        lambda: Net(NonPrivate()), tmp_path, path, "noise_multiplier .*plan .*DPSGD.*NonPrivate"
+    )
     (tmp_path / "b").mkdir()
     path = saved(Net(NonPrivate()), tmp_path / "b")
-    _refused_without_a_trace(Net, tmp_path, path, "plan .*NonPrivate.*DPSGD")
+    _refused_without_a_trace(Net, tmp_path, path, "noise_multiplier .*plan .*NonPrivate.*DPSGD")
 
 
 @pytest.mark.parametrize("named", [None, key(7)], ids=["neither", "now"])

@@ -96,6 +96,21 @@ def test_lost_steps_are_spent_at_once_and_not_twice(trainer, tmp_path):
     assert resumed.privacy_spent().epsilon == epsilon_after(8)
 
 
+def test_lost_steps_of_a_second_fit_are_made_again_on_its_key(tmp_path):
+    """The key has words of its own by then, which are those that the record's digest knows."""
+
+    def fitted_once() -> Net:
+        net = Net()
+        run_fit(net, tmp_path / "first", max_epochs=1)
+        return net
+
+    ckpt = killed(tmp_path, net=fitted_once())
+    resumed, whole, tells = Net(), fitted_once(), Tells()
+    end = run_fit(resumed, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts[:2] == [9, 9]
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
+
+
 def test_a_resume_that_dies_too_forgets_nothing(tmp_path):
     ckpt = killed(tmp_path, after=7, net=Net())
     ckpt.rename(tmp_path / "first.ckpt")

@@ -68,6 +68,13 @@ def test_state_is_the_next_step_and_not_the_key():
         resumed.load_state_dict({"next_step": -1})
 
 
+def test_who_is_followed_says_which_step_comes_next():
+    loader = PoissonLoader(Points(), 6)
+    loader.follow(lambda: (key(7), 5))
+    assert next(iter(loader)) is not None
+    assert loader.draw.step == 5
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_off_epoch_goes_on_at_the_next_step(workers):
     loader = PoissonLoader(
@@ -213,6 +220,10 @@ class _OwnSampler(SequentialSampler):
     pass
 
 
+class _OwnRandomSampler(RandomSampler):
+    """Its order may be anything."""
+
+
 class _OwnBatchSampler(BatchSampler):
     pass
 
@@ -225,6 +236,10 @@ def _refused() -> dict[str, tuple[DataLoader[Any], str]]:
         "iterable": (DataLoader(_Stream(), batch_size=6), "_Stream is an IterableDataset"),
         "weighted": (DataLoader(data, 6, sampler=weighted), "WeightedRandomSampler"),
         "own sampler": (DataLoader(data, 6, sampler=_OwnSampler(data)), "_OwnSampler"),
+        "own random sampler": (
+            DataLoader(data, 6, sampler=_OwnRandomSampler(data)),
+            "_OwnRandomSampler",
+        ),
         "own batch sampler": (DataLoader(data, batch_sampler=batches), "_OwnBatchSampler"),
         "replacement": (
             DataLoader(data, 6, sampler=RandomSampler(data, replacement=True)),
