@@ -150,6 +150,7 @@ def damaged(state: MFNoiseState, **changes: Any) -> MFNoiseState:
         ({"buffers": {}}, "remembers \\[\\], but this noise function \\['gradient'\\]"),
         ({"numbers": {}}, "other numbers for the strategy of the gradient"),
         ({"buffers": {"gradient": {"w": torch.zeros(3, 3)}}}, "another structure or other shapes"),
+        ({"buffers": {"gradient": {"v": torch.zeros(4, 3)}}}, "another structure or other shapes"),
         ({"buffers": {"gradient": {"w": torch.zeros(4, 3).double()}}}, "must be torch.float32"),
     ],
 )
@@ -192,3 +193,16 @@ def test_buffers_that_lie_elsewhere_are_read_as_they_are() -> None:
     got, after = noise_fn(ClippedPytree(tree.clone(), 1.0), moved, inplace=True)
     assert torch.equal(got.pytree, want.pytree)
     assert after.buffers["gradient"].stride() == state.buffers["gradient"].stride()
+
+
+def test_buffers_in_each_others_place_are_read_as_they_are() -> None:
+    tree = {name: torch.zeros(3) for name in "abc"}
+    noise_fn, state = noise("bsr", N, tree)
+    _, state = released(noise_fn, state, 4, tree)
+    kept = state.buffers["gradient"]
+    swapped = {"a": kept["a"], "b": kept["c"], "c": kept["b"]}
+    got, want = (
+        noise_fn(ClippedPytree(tree, 1.0), damaged(state, buffers={"gradient": buffers}))[0].pytree
+        for buffers in (swapped, optree.tree_map(torch.clone, swapped))
+    )
+    assert optree.tree_all(optree.tree_map(torch.equal, got, want))
