@@ -51,7 +51,7 @@ class Ledger:
         if len(set(runs)) != len(runs):
             raise PrivacyError("a ledger holds one whole run twice; give the second another start")
         for run, done in self.horizons:
-            if not 0 < _check.at_least("steps done", done, 1) <= run.n_steps:
+            if _check.at_least("steps done", done, 1) > run.n_steps:
                 raise PrivacyError(
                     f"the whole run declared {run.n_steps} steps, which would make {done} done: its"
                     " noise and its privacy end with the last one. Declare a longer run from the "

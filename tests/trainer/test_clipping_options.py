@@ -25,10 +25,14 @@ options = pytest.mark.parametrize("clipping", CLIPPING.values(), ids=CLIPPING.ke
 
 
 class Steps(Callback):
-    """The clip state after every step."""
+    """The clip state before the first step, and after every one."""
 
     def __init__(self) -> None:
+        self.begin: Any = None
         self.clip: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.begin = pl_module._dp.state.clip
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.clip.append(pl_module._dp.state.clip)
@@ -80,6 +84,7 @@ def test_a_second_fit_goes_on_with_the_norm(tmp_path, name):
     assert [clip.step for clip in steps.clip] == [5, 6, 7, 8]
     if isinstance(before, AdaptiveClipState):
         _, whole = fit(tmp_path, Net(plan(clipping_norm=CLIPPING[name])), max_epochs=2)
+        assert steps.begin.clipping_norms == before.clipping_norms
         assert steps.clip[-1].clipping_norms != before.clipping_norms
         assert len({clip.key for clip in [before, *steps.clip]}) == 5
         assert net._dp.mechanism.rule.bounds(steps.clip[-1]) == steps.clip[-1].clipping_norms
