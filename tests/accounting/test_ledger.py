@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -128,6 +129,13 @@ def test_a_ledger_survives_json():
     assert Ledger.from_dict(Ledger().to_dict()) == Ledger()
 
 
+def begun(run: WholeRun, **changes: Any) -> dict[str, Any]:
+    """A ledger with ``run``, whose cost is saved with ``changes``; what is None is left out."""
+    saved = run.to_dict()
+    cost = {name: value for name, value in (saved["cost"] | changes).items() if value is not None}
+    return {"segments": [], "horizons": [saved | {"done": 1, "cost": cost}]}
+
+
 @pytest.mark.parametrize(
     "saved",
     [
@@ -157,32 +165,12 @@ def test_a_ledger_survives_json():
         {"segments": [], "horizons": [RUN.to_dict() | {"done": 1}] * 2},
         {"segments": [], "horizons": [RUN.to_dict() | {"done": 1, "cost": None}]},
         {"segments": [], "horizons": [RUN.to_dict() | {"done": 1, "cost": {"kind": "free"}}]},
-        {
-            "segments": [],
-            "horizons": [
-                RUN.to_dict() | {"done": 1, "cost": {"kind": "process", "segments": [[-1.0, 1, 1]]}}
-            ],
-        },
-        {
-            "segments": [],
-            "horizons": [
-                {
-                    **SAMPLED.to_dict(),
-                    "done": 1,
-                    "cost": SAMPLED.to_dict()["cost"] | {"noise_multiplier": "2"},
-                }
-            ],
-        },
-        {
-            "segments": [],
-            "horizons": [
-                {
-                    **SAMPLED.to_dict(),
-                    "done": 1,
-                    "cost": SAMPLED.to_dict()["cost"] | {"coefficients": [1, -1]},
-                }
-            ],
-        },
+        begun(RUN, segments=[[-1.0, 1, 1]]),
+        begun(RUN, extra=1),
+        begun(SAMPLED, noise_multiplier="2"),
+        begun(SAMPLED, coefficients=[1, -1]),
+        begun(SAMPLED, extra=1),
+        begun(SAMPLED, normalized=None),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Net(DPModule):
     ) -> None:
         super().__init__()
         self.privacy = plan() if privacy is None else privacy
-        self.optimizer = optimizer or (lambda: adamw(lr=0.05))
+        self.optimizer = optimizer or partial(adamw, lr=0.05)
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             self.net = nn.Sequential(

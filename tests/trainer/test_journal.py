@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import time
 import warnings
@@ -316,9 +318,14 @@ def test_a_step_is_recorded_before_another_rank_may_have_its_sum(
 # -- load_from_checkpoint -------------------------------------------------------------------------
 
 
-def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(tmp_path):
+@pytest.mark.parametrize(
+    "passed_on",
+    [lambda net: net, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
+    ids=["as it is", "copied", "pickled"],
+)
+def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(passed_on, tmp_path):
     ckpt = killed(tmp_path)
-    net, tells = Net.load_from_checkpoint(ckpt), Tells()
+    net, tells = passed_on(Net.load_from_checkpoint(ckpt)), Tells()
     assert net.privacy_spent().n_steps == 3  # of these weights
     run_fit(net, tmp_path, tells, max_epochs=1)
     assert tells.counts == [5, 6, 7, 8, 9]

@@ -11,11 +11,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError, OpakeDDP
+from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.dpftrl.noise import bisr_strategy, identity_strategy, lambda_cgd_strategy
 from opake_lightning.optimizers import adamw, schedule_free, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import RngKey, fold_in, key
 from opake_lightning.trainer import _keys
+from opake_lightning.trainer._journal import Spending
 from opake_lightning.trainer._keys import derived
 from opake_lightning.trainer._run import Run
 from tests.trainer.cases_dpftrl import mf_plan
@@ -333,6 +335,26 @@ def test_what_a_process_brings_back_is_plain_and_enough_for_a_second_fit(
 
 def test_a_run_that_has_not_begun_is_brought_back_too():
     assert Run.from_plain(Run(lineage="x").to_plain())._lineage == "x"
+
+
+def test_all_that_a_fit_has_left_is_brought_back():
+    """A run that is one of several on its key, in the middle of a step, behind its record."""
+
+    def spent(n: int) -> Spending:
+        return Spending(Ledger().spend(GaussianEvent(1.0), n), (1,), f"{n}" * 16)
+
+    run = Run(lineage="x")
+    left = {
+        "begun": 2, "_unfinished": "an update", "_optimizer_name": "adam", "words": ("fit 1",),
+        "_used": True, "_shared": True, "_since": spent(5), "spending": spent(4),
+        "own": spent(3), "_parked": {"w": torch.ones(2)},
+    }
+    assert left.keys() <= vars(run).keys()
+    vars(run).update(left)
+    came = Run.from_plain(run.to_plain())
+    assert torch.equal(came._parked.pop("w"), left.pop("_parked")["w"])
+    assert {name: getattr(came, name) for name in left} == left
+    assert came.journal.name == run.journal.name
 
 
 def point_adam() -> Any:

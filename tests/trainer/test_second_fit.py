@@ -20,6 +20,7 @@ from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
+from opake_lightning.serialization import state_dict
 from opake_lightning.trainer._keys import derived
 from opake_lightning.trainer._run import Run
 from tests.trainer.cases_dpftrl import mf_plan
@@ -108,6 +109,24 @@ def test_a_deep_copy_goes_on_counting_with_its_own_noise(tmp_path):
     mine, its = noise_of_fit(net, tmp_path), noise_of_fit(twin, tmp_path)
     assert not reused(mine, its)
     assert net.privacy_spent().n_steps == twin.privacy_spent().n_steps == 8
+
+
+def test_a_deep_copy_has_the_past_of_its_original_and_is_not_moved_by_it(tmp_path):
+    net = Net(plan(), lambda: adamw(0.1))
+    for _ in range(2):
+        noise_of_fit(net, tmp_path)
+    twin = copy.deepcopy(net)
+    assert twin._dp.spending == net._dp.spending
+    assert twin._dp.forks
+    state = twin._dp.state.optimizer
+    before = [moment.clone() for moment in moments_of(state)]
+    assert len(before) > 1
+    noise_of_fit(net, tmp_path)
+    assert all(map(torch.equal, moments_of(state), before))
+
+
+def moments_of(state: Any) -> list[torch.Tensor]:
+    return [value for value in state_dict(state).values() if isinstance(value, torch.Tensor)]
 
 
 def test_weights_from_a_checkpoint_do_not_bring_back_its_noise(tmp_path):
