@@ -345,9 +345,16 @@ def test_all_that_a_fit_has_left_is_brought_back():
 
     run = Run(lineage="x")
     left = {
-        "begun": 2, "_unfinished": "an update", "_optimizer_name": "adam", "words": ("fit 1",),
-        "_used": True, "_shared": True, "_since": spent(5), "spending": spent(4),
-        "own": spent(3), "_parked": {"w": torch.ones(2)},
+        "begun": 2,
+        "_unfinished": "an update",
+        "_optimizer_name": "adam",
+        "words": ("fit 1",),
+        "_used": True,
+        "_shared": True,
+        "_since": spent(5),
+        "spending": spent(4),
+        "own": spent(3),
+        "_parked": {"w": torch.ones(2)},
     }
     assert left.keys() <= vars(run).keys()
     vars(run).update(left)

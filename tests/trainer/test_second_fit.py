@@ -24,7 +24,7 @@ from opake_lightning.serialization import state_dict
 from opake_lightning.trainer._keys import derived
 from opake_lightning.trainer._run import Run
 from tests.trainer.cases_dpftrl import mf_plan
-from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
+from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan, run_fit, saver
 
 
 def still(privacy: Any = None) -> Net:
@@ -127,6 +127,17 @@ def test_a_deep_copy_has_the_past_of_its_original_and_is_not_moved_by_it(tmp_pat
 
 def moments_of(state: Any) -> list[torch.Tensor]:
     return [value for value in state_dict(state).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_a_copy_of_a_run_that_is_behind_its_record_counts_all_of_it(tmp_path):
+    run_fit(still(), tmp_path, saver(tmp_path), max_epochs=1)
+    net = still()
+    run_fit(net, tmp_path, ckpt=tmp_path / "step=3.ckpt", max_steps=3, max_epochs=-1)
+    twin = copy.deepcopy(net)
+    assert twin.privacy_spent().n_steps == net.privacy_spent().n_steps == 4
+    noise_of_fit(twin, tmp_path)
+    assert twin.privacy_spent().n_steps == 8
 
 
 def test_weights_from_a_checkpoint_do_not_bring_back_its_noise(tmp_path):
