@@ -99,8 +99,14 @@ def test_a_full_batch_is_a_rate_of_one():
 
 def test_the_draw_is_the_sampler_s_at_the_accounted_rate():
     mechanism = resolve(SIGMA)
-    whole = poisson_indices(key(7), 3, n_examples=1000, sample_rate=mechanism.event.sample_rate)
-    assert mechanism.draw(key(7), 3).tolist() == whole.tolist()
+    drawn: set[int] = set()
+    for step in range(2000):
+        rate = mechanism.event.sample_rate
+        whole = poisson_indices(key(7), step, n_examples=1000, sample_rate=rate)
+        assert mechanism.draw(key(7), step).tolist() == whole.tolist()
+        drawn.update(whole.tolist())
+    assert drawn == set(range(1000))  # of which 1000 e^-20 are never drawn on average
+    whole = mechanism.draw(key(7), 3)
     part = mechanism.draw(key(7), 3, rank=1, world_size=2)
     assert np.array_equal(part, rank_share(whole, rank=1, world_size=2))
 

@@ -77,6 +77,8 @@ def test_the_noise_is_that_of_the_sensitivity(clipping):
         assert seen[-1].sensitivity == pytest.approx(math.hypot(*bounds) / 100)
         sigma = mechanism.gradient_noise_multiplier
         assert released.noise_stddev == pytest.approx(sigma * math.hypot(*bounds) / 100)
+    norm = math.hypot(*seen[0].report.bounds)
+    assert mechanism.noise_stddev == pytest.approx(mechanism.first_noise * norm / 100)
     first = [seen[0].pytree[name].norm().item() * 100 for name in PARAMS]
     if len(seen[0].report.bounds) == 2:
         assert first == pytest.approx(seen[0].report.bounds, rel=2e-2)  # AUTO-S comes close

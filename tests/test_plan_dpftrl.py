@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ from opake_lightning.dpftrl.noise import (
     bsr_strategy,
     identity_strategy,
     lambda_cgd_strategy,
+)
+from opake_lightning.dpftrl.sampling import (
+    b_min_sep_indices,
+    balls_in_bins_indices,
+    cyclic_poisson_indices,
+    fixed_order_indices,
 )
 from opake_lightning.dpsgd.clipping import adaptive, auto, per_group
 from opake_lightning.errors import PrivacyError
@@ -298,6 +305,27 @@ def test_every_horizon_has_draws_of_its_own(sampling):
     b = [second.draw(key(1), 35 + t).tolist() for t in range(35)]
     assert sum(x == y for x, y in zip(a, b, strict=True)) < 3
     assert a == [first.draw(key(1), t).tolist() for t in range(35)]
+
+
+@samplings
+@pytest.mark.parametrize("start", [0, 6])
+def test_draws_are_the_sampler_s_from_where_the_horizon_begins(sampling, start):
+    horizon = {"n_examples": 100, "start": start}
+    draw = {
+        "cyclic_poisson": partial(cyclic_poisson_indices, key(1), n_groups=4, sample_rate=0.4),
+        "b_min_sep": partial(b_min_sep_indices, key(1), min_sep=4, sample_rate=0.1),
+        "fixed_order": partial(fixed_order_indices, batch_size=10),
+    }.get(sampling, partial(balls_in_bins_indices, key(1), n_bins=10))
+    mechanism = resolve(of(sampling)).beginning_at(start)
+    for step in range(start, start + 35):
+        assert mechanism.draw(key(1), step).tolist() == draw(step, **horizon).tolist()
+
+
+@samplings
+def test_the_noise_is_made_for_the_participations_that_are_accounted_for(sampling):
+    mechanism = resolve(of(sampling))
+    step = mechanism.step(flat_loss, sgd(lr=1.0), key(7), torch.zeros(3))
+    assert step.noise_fn.sensitivity == mechanism.sensitivity
 
 
 def test_every_horizon_has_noise_of_its_own_and_begins_independent():

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
+import numpy as np
 from dp_accounting import gaussian_mechanism
 from dp_accounting.pld import privacy_loss_distribution, privacy_loss_mechanism
 
@@ -291,7 +292,8 @@ def _gaussian_epsilon(sigma: float, delta: float) -> float:
         # The loss is N(1 / (2 sigma^2), 1 / sigma^2), and this the Chernoff bound of its tail.
         return (0.5 / sigma + math.sqrt(-2 * math.log(delta))) / sigma * (1 + _RELATIVE_SLACK)
     tolerance = 1e-12
-    epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
+    with np.errstate(divide="ignore"):  # of much noise, it takes the logarithm of 0 on its way
+        epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
     return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance
 
 

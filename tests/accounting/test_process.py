@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special, stats
 
 from opake_lightning.accounting import GaussianEvent, Process, process
 
@@ -201,6 +202,23 @@ def test_events_are_checked():
         with pytest.raises(ValueError, match="epsilon"):
             steps(1.0).delta_at(epsilon)
     assert GaussianEvent(1, 1) == GaussianEvent(1.0)
+    for count in (-1, 1.5, True, "1"):
+        with pytest.raises((ValueError, TypeError), match="count"):
+            Process(((GaussianEvent(1.0), count),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sigma", [1e-7, 1e-6, 9e-6])
+def test_the_bound_where_there_is_little_noise_is_above_the_truth_and_close_to_it(sigma):
+    # The loss is N(1 / 2σ², 1 / σ²), and δ its tail but for far less than a millionth.
+    truth = (0.5 / sigma + (1 - 1e-6) * stats.norm.isf(1e-5)) / sigma
+    assert truth < steps(sigma).epsilon_at(1e-5) < truth * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 2.0, 1e3, 1e11, 1e13])
+def test_epsilon_is_zero_from_the_delta_on_that_suffices(sigma):
+    enough = special.gammainc(0.5, 0.125 / sigma**2)  # which is 2 Φ(1 / 2σ) - 1
+    assert steps(sigma).epsilon_at(0.999 * enough) > 0
+    assert steps(sigma).epsilon_at(1.001 * enough) == 0.0
 
 
 @pytest.mark.parametrize("sigma", [1e-300, 1e-200, 1e-120])

@@ -229,6 +229,13 @@ def test_the_norm_stays_where_float32_can_hold_it_and_its_square():
         assert math.isfinite(grads.sensitivity)
 
 
+def test_the_norm_over_all_groups_stays_there_too():
+    four = dict.fromkeys("abcd", 0.9e14)
+    with pytest.raises(ValueError, match=r"must be between 1e-14 and 5e\+13"):
+        adaptive(per_group(four))
+    assert adaptive(per_group(dict.fromkeys("abcd", 4.9e13)))
+
+
 # -- the noise of the counts --------------------------------------------------------------------
 
 

@@ -86,6 +86,12 @@ def test_a_huge_finite_gradient_is_clipped_to_the_bound_not_dropped(dtype, x, ex
     assert lost == 0
 
 
+def test_a_gradient_whose_square_float32_cannot_hold_is_clipped():
+    got, lost = clipped(torch.tensor([[3e-24, 0.0, 4e-24]]), 1e-25)
+    assert float(got.double().norm()) == pytest.approx(1e-25, rel=1e-6)
+    assert lost == 0
+
+
 @pytest.mark.parametrize("microbatch", [1, 2, None])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_an_example_that_is_not_finite_contributes_zero_and_is_counted(bad, microbatch):

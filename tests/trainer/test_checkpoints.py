@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.trainer.helpers import (
     make_loader,
     make_trainer,
     plan,
+    saver,
     snapshot,
 )
 
@@ -404,21 +406,22 @@ def test_fork_hits_its_target_with_what_is_left(tmp_path):
     assert 3.96 < spent.epsilon <= 4.0
 
 
-def test_a_fork_is_resumed_as_itself(tmp_path):
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
+@pytest.mark.parametrize("target", [{}, {"target_epsilon": 9.0}], ids=["noise", "target"])
+def test_a_fork_is_resumed_as_itself_as_often_as_it_stops(target, tmp_path):
     path = saved(Net(), tmp_path)
-    (tmp_path / "fork").mkdir()
+    save = partial(saver, every=1)
 
     def changed() -> Net:
-        return Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
+        return Net(plan(clipping_norm=2.0, on_changed_plan="fork", **target))
 
-    save = ModelCheckpoint(
-        tmp_path / "fork", every_n_train_steps=1, save_top_k=-1, filename="{step}"
-    )
     whole = changed()
-    a = fit(whole, tmp_path, ckpt=path, callbacks=[save])
-    resumed = changed()
-    b = fit(resumed, tmp_path, ckpt=tmp_path / "fork" / "step=6.ckpt")
-    assert_same(snapshot(resumed, b), snapshot(whole, a))
+    a = fit(whole, tmp_path, ckpt=path, callbacks=[save(tmp_path / "5")])
+    for step in (5, 6, 7):
+        resumed = changed()
+        ckpt, later = (tmp_path / f"{n}" / f"step={step}.ckpt" for n in (step, step + 1))
+        b = fit(resumed, tmp_path, ckpt=ckpt, callbacks=[save(later.parent)])
+        assert_same(snapshot(resumed, b), snapshot(whole, a))
 
 
 def test_fork_of_the_same_plan_is_an_ordinary_resume(tmp_path):
