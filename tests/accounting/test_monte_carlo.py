@@ -21,6 +21,7 @@ from opake_lightning.accounting import (
     calibrate,
     monte_carlo,
 )
+from opake_lightning.accounting._columns import banded_blocks
 from opake_lightning.errors import PrivacyError
 
 REFERENCE = json.loads(
@@ -158,6 +159,31 @@ def dense(cost):
     padded[: len(cost.coefficients)] = cost.coefficients
     matrix = np.where(lag >= 0, padded[np.abs(lag)], 0)
     return matrix / np.linalg.norm(matrix, axis=0) if cost.normalized else matrix
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("bands", [1, 3, 40])
+def test_blocks_of_columns_are_the_dense_matrix(bands, normalized):
+    coefficients = tuple(0.9**lag for lag in range(bands))
+    cost = BMinSep(
+        noise_multiplier=1.0,
+        coefficients=coefficients,
+        normalized=normalized,
+        n_steps=100,
+        min_sep=bands,
+        sample_rate=0.01,
+    )
+    matrix = dense(cost)
+    products = matrix.T @ matrix
+    blocks = banded_blocks(coefficients, normalized, 100)
+    assert len(blocks) > 2
+    for block in blocks:
+        columns, gram = np.zeros((100, 100)), np.zeros((100, 100))
+        columns[block.reach, block.steps] = block.columns
+        gram[block.steps, block.around] = block.gram
+        np.testing.assert_allclose(columns[:, block.steps], matrix[:, block.steps], atol=1e-15)
+        np.testing.assert_allclose(gram[block.steps], products[block.steps], atol=1e-13)
+    assert [i for block in blocks for i in range(100)[block.steps]] == [*range(100)]
 
 
 # e^L is a density: a shift that is wrong, or drawn wrongly, shows in its mean.
