@@ -435,6 +435,7 @@ def test_queries_are_checked():
         COSTS["bins"].delta_at(-1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_noise_too_small_for_floating_point_costs_everything():
     for cost in (
         BallsInBins(noise_multiplier=1e-155, coefficients=(1.0,), n_steps=4, n_bins=2),
@@ -443,3 +444,5 @@ def test_noise_too_small_for_floating_point_costs_everything():
         ),
     ):
         assert (cost.delta_at(1.0), cost.epsilon_at(1e-3)) == (1.0, math.inf)
+        # Where infinities are subtracted from one another.
+        assert all(len(losses) and np.isinf(losses).all() for losses in cost.losses(64))
