@@ -435,14 +435,18 @@ def test_queries_are_checked():
         COSTS["bins"].delta_at(-1.0)
 
 
+TINY_NOISE = (
+    BallsInBins(noise_multiplier=1e-155, coefficients=(1.0,), n_steps=4, n_bins=2),
+    BMinSep(noise_multiplier=1e-155, coefficients=(1.0,), n_steps=4, min_sep=2, sample_rate=0.25),
+)
+
+
+@pytest.mark.parametrize("cost", TINY_NOISE, ids=["bins", "b_min_sep"])
+def test_noise_too_small_for_floating_point_costs_everything(cost):
+    assert (cost.delta_at(1.0), cost.epsilon_at(1e-3)) == (1.0, math.inf)
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_noise_too_small_for_floating_point_costs_everything():
-    for cost in (
-        BallsInBins(noise_multiplier=1e-155, coefficients=(1.0,), n_steps=4, n_bins=2),
-        BMinSep(
-            noise_multiplier=1e-155, coefficients=(1.0,), n_steps=4, min_sep=2, sample_rate=0.25
-        ),
-    ):
-        assert (cost.delta_at(1.0), cost.epsilon_at(1e-3)) == (1.0, math.inf)
-        # Where infinities are subtracted from one another.
-        assert cost.losses(64)[0].tolist() == [math.inf] * 64
+@pytest.mark.parametrize("cost", TINY_NOISE, ids=["bins", "b_min_sep"])
+def test_losses_that_are_no_numbers_are_as_bad_as_can_be(cost):
+    assert cost.losses(64)[0].tolist() == [math.inf] * 64

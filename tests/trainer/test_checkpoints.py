@@ -440,9 +440,10 @@ def test_a_checkpoint_of_a_second_fit_resumes(tmp_path):
             net.privacy = plan(target_epsilon=4.0)
         return snapshot(net, fit(net, tmp_path, callbacks=list(callbacks), ckpt=ckpt))
 
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    whole, resumed = twice([save]), twice(ckpt=tmp_path / "step=3.ckpt")
-    assert_same(resumed, whole)
+    whole = twice([saver(tmp_path)])
+    save = saver(tmp_path, filename="again-{step}")
+    assert_same(twice([save], ckpt=tmp_path / "step=3.ckpt"), whole)
+    assert_same(twice(ckpt=tmp_path / "again-step=6.ckpt"), whole)
     assert whole["n_steps"] == 12
     assert 3.96 < whole["epsilon"] <= 4.0
 

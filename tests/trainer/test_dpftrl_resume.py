@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError, PrivacyError
 from opake_lightning.dpftrl.noise import (
@@ -28,6 +27,7 @@ from tests.trainer.helpers import (
     make_loader,
     make_trainer,
     plan,
+    saver,
     snapshot,
 )
 from tests.trainer.test_resume import Case, check_resume, every_step
@@ -190,10 +190,11 @@ def test_a_checkpoint_of_a_second_horizon_resumes(tmp_path):
         trainer.fit(net, make_loader(), ckpt_path=ckpt)
         return snapshot(net, trainer)
 
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    whole = twice([save])
-    for step in (3, 6):
-        assert_same(twice(ckpt=tmp_path / f"step={step}.ckpt"), whole)
+    whole = twice([saver(tmp_path)])
+    assert_same(twice(ckpt=tmp_path / "step=6.ckpt"), whole)
+    save = saver(tmp_path, filename="again-{step}")
+    assert_same(twice([save], ckpt=tmp_path / "step=3.ckpt"), whole)
+    assert_same(twice(ckpt=tmp_path / "again-step=6.ckpt"), whole)
     assert whole["n_steps"] == 12
     assert (whole["noise/start"], whole["noise/step"]) == (4, 12)
 
