@@ -166,10 +166,12 @@ def test_whatever_begins_anew_has_a_key_of_its_own(tmp_path):
         trainer.save_checkpoint(path)
         keys.add(key_of_next_fit(Flat.load_from_checkpoint(path, privacy=plan()), tmp_path))
         loaded = Flat.load_from_checkpoint(path, privacy=plan())
+        for twin in (copy.deepcopy(loaded), copy.deepcopy(loaded)):
+            keys.add(key_of_next_fit(twin, tmp_path))
         for module in (net, loaded, net, loaded):
             module.reset_privacy()
             keys.add(key_of_next_fit(module, tmp_path))
-    assert len(keys) == 1 + 2 * 5
+    assert len(keys) == 1 + 2 * 7
 
 
 def test_optimizer_state_is_adopted_only_by_the_same_optimizer(tmp_path):
