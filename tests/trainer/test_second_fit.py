@@ -112,17 +112,19 @@ def test_a_deep_copy_goes_on_counting_with_its_own_noise(tmp_path):
 
 
 def test_a_deep_copy_has_the_past_of_its_original_and_is_not_moved_by_it(tmp_path):
-    net = Net(plan(), lambda: adamw(0.1))
+    class Copies(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, at: int) -> None:
+            if at == 2:
+                self.twin, self.past = copy.deepcopy(module)._dp, module._dp.spending
+                self.moments = [m.clone() for m in moments_of(module._dp.state.optimizer)]
+
+    net, copies = Net(plan(), lambda: adamw(0.1)), Copies()
     for _ in range(2):
-        noise_of_fit(net, tmp_path)
-    twin = copy.deepcopy(net)
-    assert twin._dp.spending == net._dp.spending
-    assert twin._dp.forks
-    state = twin._dp.state.optimizer
-    before = [moment.clone() for moment in moments_of(state)]
-    assert len(before) > 1
-    noise_of_fit(net, tmp_path)
-    assert all(map(torch.equal, moments_of(state), before))
+        run_fit(net, tmp_path, copies, max_epochs=1)
+    assert copies.twin.spending == copies.past
+    assert copies.twin.forks == (4,)
+    assert len(copies.moments) > 1
+    assert all(map(torch.equal, moments_of(copies.twin.state.optimizer), copies.moments))
 
 
 def moments_of(state: Any) -> list[torch.Tensor]:
