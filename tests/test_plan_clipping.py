@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "number": 1.0,
     "groups": per_group({"a": 3.0, "b": 4.0}),
     "other groups": per_group({"a": 3.0}, default=4.0),
+    "another rest": per_group({"a": 3.0}, default=5.0),
     "layers": per_layer(1.0, PARAMS, by="parameter"),
     "adaptive": adaptive(),
     "adaptive from 1": adaptive(1.0),
@@ -110,6 +111,15 @@ def test_the_same_option_has_the_same_fingerprint(clipping):
 
 def test_a_number_is_its_own_fingerprint():
     assert resolve(1).fingerprint()["clipping_norm"] == 1.0
+
+
+def test_a_schedule_of_one_s_own_is_known_by_its_values():
+    """At 0, the powers of two and the last step, which is where it may be told from others."""
+    target = {"noise_multiplier": None, "target_epsilon": 3.0}
+    written = resolve(lambda step: step + 1.0, plan=target).fingerprint()["clipping_norm"]
+    steps = [0, 1, 2, 4, 8, 16, 32, 64, 128, 199]
+    values = ", ".join(f"{step}: {step + 1.0}" for step in steps)
+    assert written == f"schedule with the values {values}"
 
 
 def test_a_schedule_s_fingerprint_does_not_depend_on_the_process():
