@@ -135,7 +135,8 @@ def try_file(
 
 def row_of(file: str, survived: list[bool], mutants: list[dict[str, Any]]) -> str:
     left = [m for lives, m in zip(survived, mutants, strict=True) if lives]
-    why = "; ".join(m.get("why", f"**{m['old']!r} as {m['new']!r}**") for m in left)
+    reasons = (m.get("why", f"**{m['old']!r} as {m['new']!r}**") for m in left)
+    why = "; ".join(dict.fromkeys(reasons))  # each once
     return f"| `{file}` | {len(survived)} | {len(left) or ''} | {why} |"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from opake_lightning.accounting import GaussianEvent, Ledger, Process
 from opake_lightning.accounting.process import coarse_epsilon
@@ -100,6 +101,19 @@ def test_every_noise_has_an_epsilon(rate, steps):
     assert all(
         coarse_epsilon(run, 1e-5) >= epsilon for run, epsilon in zip(runs, found, strict=True)
     )
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.5, 1.0])
+@pytest.mark.parametrize("sigma", [1e5, 1e7, 1e9, 1e10, 1e11, 1e12, 1e13])
+def test_much_noise_costs_no_less_than_it_does_and_warns_of_nothing(sigma, rate):
+    """What is sampled a thousand times costs what one Gaussian with this sensitivity does."""
+    mu = rate * math.sqrt(1000) * math.sqrt(math.expm1(sigma**-2))
+    whole = special.gammainc(0.5, mu**2 / 8)  # δ at ε = 0
+    run = Process(((GaussianEvent(sigma, rate), 1000),))
+    assert whole <= run.delta_at(0.0) * (1 + 1e-6)
+    assert run.delta_at(mu) <= run.delta_at(0.0)
+    for delta in (1e-14, 1e-9, whole / 2):
+        assert delta >= whole or run.epsilon_at(delta) > 0
 
 
 @pytest.mark.slow

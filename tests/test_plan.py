@@ -100,8 +100,8 @@ def test_a_full_batch_is_a_rate_of_one():
 def test_the_draw_is_the_sampler_s_at_the_accounted_rate():
     mechanism = resolve(SIGMA)
     drawn: set[int] = set()
+    rate = mechanism.event.sample_rate
     for step in range(2000):
-        rate = mechanism.event.sample_rate
         whole = poisson_indices(key(7), step, n_examples=1000, sample_rate=rate)
         assert mechanism.draw(key(7), step).tolist() == whole.tolist()
         drawn.update(whole.tolist())

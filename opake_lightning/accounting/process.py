@@ -186,6 +186,9 @@ _LITTLE_NOISE, _MUCH_NOISE = 1e-5, 1e12
 _LARGEST_LOSS = 2.0**14
 _MAX_COMPOSED = 2.0**23
 _RELATIVE_SLACK = 1e-9
+# Of very much noise the library takes the logarithm of 0, or overflows, and what it says then may
+# be no number. That takes no bound's place: min(bound, nan) is the bound.
+_quietly = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 
 
 def _totals(process: Process) -> _Totals:
@@ -233,6 +236,7 @@ def _fourier_noise(totals: _Totals) -> float:
     return _FOURIER_NOISE * math.sqrt(sum(count for _, count in totals))
 
 
+@_quietly
 def _composed(totals: _Totals, coarser: int) -> _Pld:
     width = _grid_width(totals) * coarser
     whole: _Pld | None = None
@@ -285,6 +289,7 @@ class _Pld(Protocol):
     def get_delta_for_epsilon(self, epsilon: float) -> float: ...
 
 
+@_quietly
 def _gaussian_epsilon(sigma: float, delta: float) -> float:
     if _most_delta(sigma) <= delta:
         return 0.0
@@ -292,8 +297,7 @@ def _gaussian_epsilon(sigma: float, delta: float) -> float:
         # The loss is N(1 / (2 sigma^2), 1 / sigma^2), and this the Chernoff bound of its tail.
         return (0.5 / sigma + math.sqrt(-2 * math.log(delta))) / sigma * (1 + _RELATIVE_SLACK)
     tolerance = 1e-12
-    with np.errstate(divide="ignore"):  # of much noise, it takes the logarithm of 0 on its way
-        epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
+    epsilon = float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tolerance))
     return epsilon * (1 + _RELATIVE_SLACK) + 2 * tolerance
 
 

@@ -31,22 +31,16 @@ from tests.trainer.helpers import (
     saver,
     snapshot,
 )
+from tests.trainer.helpers import run_fit as fit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
 ]
 
 
-def fit(net: Net, path: Path, *, loader: Any = None, ckpt: Any = None, **trainer: Any) -> Any:
-    fitter = make_trainer(path, **trainer)
-    fitter.fit(net, loader or make_loader(), ckpt_path=ckpt)
-    return fitter
-
-
 def saved(net: Net, path: Path, **trainer: Any) -> Path:
     """The checkpoint after four of eight steps."""
-    save = ModelCheckpoint(path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    fit(net, path, callbacks=[save], **trainer)
+    fit(net, path, saver(path, every=4), **trainer)
     return path / "step=4.ckpt"
 
 
@@ -97,7 +91,7 @@ def test_checkpoints_load_without_pickle(privacy, optimizer, tmp_path):
 def test_weights_only_files_hold_no_key(privacy, tmp_path):
     net = Net(privacy)
     save = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True)
-    trainer = fit(net, tmp_path, callbacks=[save])
+    trainer = fit(net, tmp_path, save)
     trainer.save_checkpoint(tmp_path / "again.ckpt", weights_only=True)
     trainer.save_checkpoint(tmp_path / "full.ckpt")
     rng = net._dp.state.noise.key
@@ -289,7 +283,7 @@ def test_a_changed_sample_rate_is_not_accounted_as_the_old_one(tmp_path):
     """Four steps at q = 0.5 and then four at 0.125 must not be reported as eight of either."""
     net = Net(plan(on_changed_plan="fork"))
     save = ModelCheckpoint(tmp_path, filename="a")
-    fit(net, tmp_path, loader=make_loader(batch_size=12), callbacks=[save])
+    fit(net, tmp_path, save, loader=make_loader(batch_size=12))
     assert net.privacy_spent().n_steps == 4
     resumed = Net(plan(on_changed_plan="fork"))
     limits = {"max_steps": 8, "max_epochs": -1}
@@ -391,7 +385,7 @@ def test_ranks_fork_to_the_same_key(tmp_path):
     net = Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
     net.optimizer = adamw  # a lambda could not be sent to another process
     strategy = OpakeDDP(start_method="spawn")
-    fit(net, tmp_path, ckpt=path, devices=2, strategy=strategy, callbacks=[SameOnBothRanks()])
+    fit(net, tmp_path, SameOnBothRanks(), ckpt=path, devices=2, strategy=strategy)
     assert net.privacy_spent().n_steps == 8 + 4  # four were made after the checkpoint
     assert net._dp.forks == (8,)
     assert net._dp.state.noise.key != key(7)
@@ -416,11 +410,11 @@ def test_a_fork_is_resumed_as_itself_as_often_as_it_stops(target, tmp_path):
         return Net(plan(clipping_norm=2.0, on_changed_plan="fork", **target))
 
     whole = changed()
-    a = fit(whole, tmp_path, ckpt=path, callbacks=[save(tmp_path / "5")])
+    a = fit(whole, tmp_path, save(tmp_path / "5"), ckpt=path)
     for step in (5, 6, 7):
         resumed = changed()
         ckpt, later = (tmp_path / f"{n}" / f"step={step}.ckpt" for n in (step, step + 1))
-        b = fit(resumed, tmp_path, ckpt=ckpt, callbacks=[save(later.parent)])
+        b = fit(resumed, tmp_path, save(later.parent), ckpt=ckpt)
         assert_same(snapshot(resumed, b), snapshot(whole, a))
 
 
@@ -432,17 +426,17 @@ def test_fork_of_the_same_plan_is_an_ordinary_resume(tmp_path):
 
 
 def test_a_checkpoint_of_a_second_fit_resumes(tmp_path):
-    def twice(callbacks: Any = (), ckpt: Any = None) -> dict[str, Any]:
+    def twice(*callbacks: Any, ckpt: Any = None) -> dict[str, Any]:
         net = Net(plan(target_epsilon=4.0))
         if ckpt is None:
             net.privacy = plan(noise_multiplier=3.0)
             fit(net, tmp_path, max_epochs=1)
             net.privacy = plan(target_epsilon=4.0)
-        return snapshot(net, fit(net, tmp_path, callbacks=list(callbacks), ckpt=ckpt))
+        return snapshot(net, fit(net, tmp_path, *callbacks, ckpt=ckpt))
 
-    whole = twice([saver(tmp_path)])
+    whole = twice(saver(tmp_path))
     save = saver(tmp_path, filename="again-{step}")
-    assert_same(twice([save], ckpt=tmp_path / "step=3.ckpt"), whole)
+    assert_same(twice(save, ckpt=tmp_path / "step=3.ckpt"), whole)
     assert_same(twice(ckpt=tmp_path / "again-step=6.ckpt"), whole)
     assert whole["n_steps"] == 12
     assert 3.96 < whole["epsilon"] <= 4.0

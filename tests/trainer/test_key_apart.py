@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError, OpakeDDP
 from opake_lightning.accounting import GaussianEvent, Ledger
@@ -28,6 +27,7 @@ from tests.trainer.helpers import (
     make_loader,
     make_trainer,
     plan,
+    saver,
     snapshot,
 )
 from tests.trainer.key_forms import forms
@@ -53,8 +53,7 @@ def fit(net: Net, path: Any, *, ckpt: Any = None, save: str = "", **trainer: Any
     """Two epochs of four steps; with ``save``, a checkpoint after every step, in that folder."""
     callbacks = []
     if save:
-        folder = path / save
-        callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+        callbacks = [saver(path / save, every=1)]
     fitter = make_trainer(path, **{"callbacks": callbacks, **trainer})
     fitter.fit(net, make_loader(), ckpt_path=ckpt)
     return fitter

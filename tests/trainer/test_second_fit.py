@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError, OpakeDDP, PoissonLoader, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
@@ -399,8 +398,8 @@ def test_a_fit_that_fails_before_its_first_step_leaves_no_used_key(part, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 def test_steps_without_privacy_count_while_recorded_ones_are_repeated(tmp_path):
-    saver = ModelCheckpoint(tmp_path / "a", "{step}", every_n_train_steps=1, save_top_k=-1)
-    make_trainer(tmp_path, callbacks=[saver]).fit(Net(), make_loader())
+    save = saver(tmp_path / "a", every=1)
+    make_trainer(tmp_path, callbacks=[save]).fit(Net(), make_loader())
     net = Net()
     make_trainer(tmp_path, callbacks=[StopAfter(1)]).fit(
         net, make_loader(), ckpt_path=tmp_path / "a" / "step=4.ckpt"
@@ -429,8 +428,8 @@ class FailsOnce(Net):
 def test_started_processes_that_fail_have_used_their_keys_and_are_counted(fits, tmp_path):
     def fit(folder: str) -> None:
         strategy = OpakeDDP(start_method="spawn")
-        saver = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = make_trainer(tmp_path, max_epochs=1, strategy=strategy, callbacks=[saver])
+        save = saver(tmp_path / folder, every=1)
+        trainer = make_trainer(tmp_path, max_epochs=1, strategy=strategy, callbacks=[save])
         trainer.fit(net, make_loader())
 
     def used(folder: str) -> str:
