@@ -15,8 +15,7 @@ from opake_lightning import _check
 from opake_lightning._tree import layout_of
 from opake_lightning.accounting import Ledger, calibrate
 from opake_lightning.dpsgd.clipping import Adaptive, Auto
-from opake_lightning.dpsgd.clipping._engine import LARGE_NORM
-from opake_lightning.dpsgd.clipping._engines import ENGINES, Engine
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, refuse_engine
 from opake_lightning.dpsgd.clipping._groups import group_numbers
 from opake_lightning.dpsgd.clipping._rule import Rule, bounds_of, check_steps, rule_of
 from opake_lightning.dpsgd.sampling import rank_share
@@ -41,7 +40,7 @@ class PrivatePlan(ABC):
     target_epsilon: float | None = None
     target_delta: float = 1e-5
     microbatch_size: int | None = None
-    engine: Engine = "auto"
+    engine: None = None
     key: RngKey | None = None
     on_changed_plan: Literal["refuse", "fork"] = "refuse"
     key_in_checkpoint: bool = True
@@ -75,12 +74,11 @@ class PrivatePlan(ABC):
         _check.fraction("target_delta", self.target_delta, zero=False, one=False)
         if self.microbatch_size is not None:
             _check.positive_int("microbatch_size", self.microbatch_size)
-        for name, options in (
-            ("engine", ENGINES),
-            ("on_changed_plan", ("refuse", "fork")),
-        ):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}")
+        refuse_engine(self.engine)
+        if self.on_changed_plan not in ("refuse", "fork"):
+            raise ValueError(
+                f"on_changed_plan must be 'refuse' or 'fork', got {self.on_changed_plan!r}"
+            )
         if self.key is not None and not isinstance(self.key, RngKey):
             raise TypeError(
                 "key must be None or an RngKey (random.key(7), random.key_from_file(path)), got a "

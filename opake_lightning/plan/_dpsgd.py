@@ -47,10 +47,8 @@ class DPSGD(PrivatePlan):
             spent before.
         target_delta: δ, in (0, 1), that ε is stated at. Should be well below 1 / dataset size.
         microbatch_size: Examples differentiated at once; bounds memory, does not change results.
-            None lets the engine choose.
-        engine: How per-example gradients are clipped, which changes results by rounding only:
-            ``"auto"`` takes the fastest that is right, ``"one_pass"`` insists on the fastest,
-            ``"vmap"`` is the general one.
+            None chooses by what some of them take.
+        engine: Gone, since one engine is exact for every loss; passing anything is an error.
         key: Key of the run. None draws 128 bits from the operating system; ``random.key(7)``
             reproduces a run, and protects nobody from someone who knows the 7.
         on_changed_plan: What resuming a checkpoint of another plan does: ``"refuse"``, or
@@ -196,7 +194,6 @@ class Mechanism(PrivateMechanism):
             has_aux=True,
             expected_batch_size=self.batch_size,
             microbatch_size=self.plan.microbatch_size,
-            engine=self.plan.engine,
         )
         clip_state = rule.begin(key) if isinstance(rule, Adaptive) else ClipState()
         noise_fn, noise_state = gaussian_noise(

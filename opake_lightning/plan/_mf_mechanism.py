@@ -266,7 +266,6 @@ class MFMechanism(PrivateMechanism):
             expected_batch_size=self.batch_size,
             microbatch_size=self.plan.microbatch_size,
             second_moment=None if second is None else self.plan.second_moment,
-            engine=self.plan.engine,
         )
         noise_fn, noise_state = mf_gaussian_noise(
             optree.tree_map(_as_gradient, params),

@@ -1,34 +1,69 @@
-"""What ``per_example_loss`` returned, checked before anything is made of it."""
+"""``per_example_loss`` as the function that clipping differentiates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from opake_lightning.errors import PrivacyError
 
-__all__ = ["losses_of", "require_gradient"]
+__all__ = ["ModuleLoss"]
 
 
-def losses_of(out: Any) -> tuple[Tensor, Any]:
-    """The losses, one per example, and the auxiliary output, {} if there is none.
+class ModuleLoss:
+    """The loss of a module, at the module's own parameters.
 
-    Raises:
-        PrivacyError: If ``out`` is something else.
+    Args:
+        module: Its ``per_example_loss`` is called.
+        at_first_step: Tells whether the step is the first of a fit.
+        whole: Whether it is called with a whole batch, for a run that is not private.
     """
+
+    def __init__(self, module: Any, at_first_step: Callable[[], bool], *, whole: bool) -> None:
+        self._module, self._at_first_step, self._whole = module, at_first_step, whole
+
+    @property
+    def owners(self) -> list[Any]:
+        """What the loss may not leave anything of an example in."""
+        trainer = getattr(self._module, "_trainer", None)
+        return [self._module, *getattr(trainer, "callbacks", ())]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """At the first step of a fit; what becomes of later ones must not depend on data."""
+        return self._at_first_step()
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Any]:
+        """(loss, (loss, aux)); ``params`` are the module's own, and there already."""
+        del params
+        self._module._dp_in_loss = True
+        try:
+            out = self._module.per_example_loss(batch)
+        finally:
+            self._module._dp_in_loss = False
+        losses, aux = _parts(out)
+        if self._whole and losses.dim() > 1:
+            raise PrivacyError(
+                "per_example_loss must return a number, or one for each example, got shape "
+                f"{tuple(losses.shape)}"
+            )
+        return losses, (losses.detach(), aux)
+
+
+def _parts(out: Any) -> tuple[Tensor, Any]:
+    """The losses, and the auxiliary output, {} if there is none."""
     if isinstance(out, tuple) and len(out) != 2:
         raise PrivacyError(
-            f"per_example_loss returned a tuple of {len(out)}; return the losses alone, or "
-            "(losses, dict of auxiliary tensors)"
+            f"per_example_loss returned a tuple of {len(out)}; return the loss alone, or "
+            "(loss, dict of auxiliary tensors)"
         )
     losses, aux = out if isinstance(out, tuple) else (out, {})
-    if not isinstance(losses, Tensor) or losses.dim() != 1:
-        what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses)
+    if not isinstance(losses, Tensor):
         raise PrivacyError(
-            f"per_example_loss must return one loss per example, a tensor of shape [B], got "
-            f'{what}; use reduction="none", and .mean(1) over tokens or pixels, never over the '
-            "batch"
+            f"per_example_loss must return one loss per example, a tensor of shape () or (1,) for a "
+            f"batch of one row, got {type(losses)}"
         )
     if not losses.is_floating_point():
         raise PrivacyError(
@@ -36,20 +71,3 @@ def losses_of(out: Any) -> tuple[Tensor, Any]:
             "return real floating-point losses, not counts or predictions"
         )
     return losses, aux
-
-
-def require_gradient(losses: Tensor) -> None:
-    """Refuse losses without a gradient, of which every step would be a release of noise alone.
-
-    For the first step of a fit only: later losses may be constant, and what becomes of a step that
-    others went before must not depend on data.
-
-    Raises:
-        PrivacyError: If ``losses`` follow from no trainable parameter.
-    """
-    if losses.numel() and not losses.requires_grad:
-        raise PrivacyError(
-            "the losses that per_example_loss returned depend on no trainable parameter (they were "
-            "detached, made under no_grad, or of frozen layers alone), so every step would spend "
-            "privacy on noise alone; return losses that have a gradient"
-        )

@@ -7,10 +7,8 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import Tensor
 
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import require_equal
@@ -18,7 +16,7 @@ from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import NonPrivate, Plan, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
-from opake_lightning.trainer._loss import losses_of, require_gradient
+from opake_lightning.trainer._loss import ModuleLoss
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer.data import PoissonLoader
@@ -73,11 +71,9 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism.check_optimizer(transformation, params)
     key = _common_key(trainer, plan)
     spent_steps = run.ledger.n_steps
-    loss_fn, left, resuming = (
-        _loss_of(module, run),
-        partial(_steps_left, trainer),
-        trainer.ckpt_path,
-    )
+    private = isinstance(mechanism, PrivateMechanism)
+    loss_fn = ModuleLoss(module, lambda: run.at_first_step, whole=not private)
+    left, resuming = partial(_steps_left, trainer), trainer.ckpt_path
     run.prepare(mechanism, transformation, params, loss_fn, key, left, resuming=bool(resuming))
     if loader is not None:
         loader.follow(run.position, run.draw)
@@ -172,49 +168,3 @@ def _common(
         "the number of steps so far": step,
         "the trainable parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()],
     }
-
-
-class _LossCall(nn.Module):
-    """Lets ``functional_call`` swap parameters under a method that is not ``forward``."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    @override
-    def forward(self, batch: Any) -> Any:
-        self.module._dp_in_loss = True
-        try:
-            return self.module.per_example_loss(batch)
-        finally:
-            self.module._dp_in_loss = False
-
-
-def _places(call: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Every attribute below ``call`` that holds a parameter, and the parameter's name.
-
-    A tied parameter has several. A submodule that is registered twice counts once:
-    ``functional_call`` with ``tie_weights=True`` would swap its attributes twice and put the
-    swapped tensors back as if they were the originals.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return {
-        f"{path}.{attribute}": names[id(parameter)]
-        for path, child in call.named_modules()
-        for attribute, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-    }
-
-
-def _loss_of(module: Any, run: Run) -> Callable[..., Any]:
-    call = _LossCall(module)
-    places = _places(call, dict(module.named_parameters()))
-
-    def loss_fn(params: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        swapped = {place: params[name] for place, name in places.items() if name in params}
-        out = torch.func.functional_call(call, swapped, (batch,), tie_weights=False)
-        losses, aux = losses_of(out)
-        if run.at_first_step:
-            require_gradient(losses)
-        return losses, (losses.detach(), aux)
-
-    return loss_fn

@@ -32,7 +32,7 @@ __all__ = [
     "write_weights",
 ]
 
-VERSION = 1
+VERSION = 2
 _NEEDED = {
     *("ledger", "trail", "released", "forks", "journal", "begun", "plan", "fingerprint"),
     *("optimizer", "state", "words", "key_digest", "holds_keys", "training_weights"),
@@ -149,5 +149,6 @@ def check_version(saved: dict[str, Any]) -> None:
     if saved.get("version") != VERSION:
         raise CheckpointError(
             f"the checkpoint's privacy record has version {saved.get('version')!r}, this release "
-            f"reads version {VERSION}"
+            f"reads version {VERSION}; version 1 is that of opake_lightning 0.1, which can go on "
+            "from it (its sums round in another way, so a run must end with the release it began in)"
         )

@@ -91,19 +91,19 @@ class DPMixin:
     # -- what a user writes ---------------------------------------------------------------------
 
     def per_example_loss(self, batch: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """One loss per example.
+        """The loss of one example.
 
         Args:
-            batch: A batch as the loader's collate function made it, on the module's device. The
-                method is called with part of it, or with a single example (one row), as well, and
-                must not mix examples.
+            batch: A batch as the loader's collate function made it, on the module's device, but of
+                one row: the method is called with one row at a time, vectorised over rows. A run
+                that is not private calls it with the whole batch.
 
         Returns:
-            Tensor of shape [B], or that and a dict of auxiliary tensors with one row per example.
+            Tensor of shape () or [1], or that and a dict of auxiliary tensors.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must define per_example_loss(batch), returning one loss per "
-            'example, e.g. F.cross_entropy(self(x), y, reduction="none")'
+            f"{type(self).__name__} must define per_example_loss(batch), returning the loss of a "
+            "batch of one row, e.g. F.cross_entropy(self(x), y)"
         )
 
     def configure_privacy(self) -> Plan:
@@ -335,7 +335,7 @@ class DPMixin:
             losses, extra = aux
             values = {"loss": losses, **extra}
             for name, value in values.items():
-                module.log(f"not_private/{name}", value.float().mean(), batch_size=len(losses))
+                module.log(f"not_private/{name}", value.float().mean(), batch_size=max(1, losses.numel()))
             dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
             module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
 

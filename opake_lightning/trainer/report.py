@@ -47,7 +47,6 @@ def summary(
         ("clipping norm C", clipping if isinstance(clipping, str) else f"{clipping:g}"),
         ("planned steps", "open-ended" if steps is None else f"{steps}"),
         ("target", f"{target} at δ = {delta:g}"),
-        ("engine", plan.engine),
     ]
     if spent_steps:
         rows.append(("spent before", f"{spent_steps} steps"))

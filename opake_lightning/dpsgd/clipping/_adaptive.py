@@ -38,7 +38,6 @@ from torch import Tensor
 from opake_lightning import _check
 from opake_lightning.distributed import sum_gradients
 from opake_lightning.dpsgd.accounting import adaclip_noise_multiplier
-from opake_lightning.dpsgd.clipping._engines import Engine
 from opake_lightning.dpsgd.clipping._fixed import GradFn, SecondMoment, per_example_grad_fn
 from opake_lightning.dpsgd.clipping._rule import ClipState, Rule, bounds_of, describe, scaled_down
 from opake_lightning.errors import PrivacyError
@@ -227,7 +226,7 @@ def adaptive_clipped_grad(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
-    engine: Engine = "auto",
+    engine: None = None,
 ) -> tuple[GradFn, AdaptiveClipState]:
     """As ``clipped_grad``, with a clipping norm that follows a quantile of the gradients' norms.
 

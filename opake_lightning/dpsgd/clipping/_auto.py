@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning.dpsgd.clipping._engines import Engine
 from opake_lightning.dpsgd.clipping._fixed import GradFn, SecondMoment, per_example_grad_fn
 from opake_lightning.dpsgd.clipping._rule import ClipState, Rule, bounds_of, describe
 from opake_lightning.errors import PrivacyError
@@ -93,7 +92,7 @@ def auto_clipped_grad(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
-    engine: Engine = "auto",
+    engine: None = None,
 ) -> tuple[GradFn, ClipState]:
     """Sum of per-example gradients g, each scaled by ``clipping_norm / (|g| + stability)``.
 

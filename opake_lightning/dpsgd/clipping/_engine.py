@@ -1,4 +1,4 @@
-"""What clipping asks of an engine, and what it gets back."""
+"""What clipping asks of the engine, and what it gets back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping._batch import Examples
 
-__all__ = ["LARGE_NORM", "Aux", "ClippedSum", "FactorsOf", "Request"]
+__all__ = ["LARGE_NORM", "Aux", "ClippedSum", "FactorsOf", "Request", "refuse_engine"]
 
 # Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
 LARGE_NORM = 1e15
@@ -29,9 +29,12 @@ class Request:
 
     Attributes:
         loss_of: Loss of (params, batch arguments), or (loss, aux).
-        params: Leaves of the parameters, in the layout's order.
+        params: Leaves of the parameters, in the layout's order, each requiring a gradient.
         layout: Layout of the parameters.
         examples: The batch.
+        owners: Modules, containers and objects that the loss may write to, and must not.
+        needs_gradient: Whether a loss that depends on no parameter is refused.
+        least_bound: The least norm that a gradient may be scaled to.
         groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
             group by group.
         factors_of: From norms to factors.
@@ -44,6 +47,9 @@ class Request:
     params: list[Tensor]
     layout: Layout
     examples: Examples
+    owners: Sequence[Any]
+    needs_gradient: bool
+    least_bound: float
     groups: tuple[int, ...]
     factors_of: FactorsOf
     square_factors_of: FactorsOf | None
@@ -59,15 +65,26 @@ class Request:
         """Where the parameters are."""
         return self.params[0].device if self.params else torch.device("cpu")
 
-    def loss(self, leaves: Sequence[Tensor], tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
-        """What the loss of ``tensors`` is at ``leaves``, and its aux, () if there is none."""
-        params = optree.tree_unflatten(self.layout.treespec, leaves)
+    def loss(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        """What the loss of ``tensors`` is, and its aux, () if there is none."""
+        params = optree.tree_unflatten(self.layout.treespec, self.params)
         out = self.loss_of(params, self.examples.rebuild(tensors))
         if not self.has_aux:
             return out, ()
         if not (isinstance(out, tuple) and len(cast("Any", out)) == 2):
             raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
         return cast("tuple[Any, Any]", out)
+
+    def names(self) -> list[str]:
+        """What the leaves are called in messages."""
+        paths = self.layout.treespec.paths()
+        return ["/".join(map(str, path)) or "the tensor" for path in paths]
+
+    def with_names(self, text: str) -> str:
+        """``text`` with the names of parameters in place of their numbers in braces."""
+        for number, name in enumerate(self.names()):
+            text = text.replace(f"{{{number}}}", name)
+        return text
 
     def no_norms(self) -> Tensor:
         """The norms of no examples."""
@@ -76,10 +93,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ClippedSum:
-    """What an engine returns.
+    """What the engine returns.
 
     Attributes:
-        flats: The weighted sum of per-example gradients, packed.
+        flats: The weighted sum of per-example gradients, packed, in float64.
         norms: L2 norm of each example's gradient before clipping, float64, one row per group of
             parameters and one column per example: [G, B]. An example whose gradient is NaN or
             infinite anywhere has norm infinity in every group.
@@ -91,3 +108,12 @@ class ClippedSum:
     norms: Tensor
     aux: Aux
     squares: list[Tensor] | None = None
+
+
+def refuse_engine(engine: object) -> None:
+    """Refuse a choice that there is no longer."""
+    if engine is not None:
+        raise TypeError(
+            f"engine={engine!r} is gone: one engine is exact for every loss, so nothing needs to be "
+            "chosen; leave it out. A loss of code that you do not trust is as safe as any other"
+        )

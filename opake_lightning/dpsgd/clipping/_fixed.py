@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning._tree import Layout, layout_of, unpack
+from opake_lightning._tree import Layout, in_float64, layout_of, unpack
 from opake_lightning.dpsgd.clipping._batch import examples_of
-from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request
-from opake_lightning.dpsgd.clipping._engines import Choice, Engine, Engines
+from opake_lightning.dpsgd.clipping._clip import Engine
+from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
+from opake_lightning.dpsgd.clipping._fence import owners_of
 from opake_lightning.dpsgd.clipping._groups import group_numbers
 from opake_lightning.dpsgd.clipping._rule import (
     ClippingNorm,
@@ -63,7 +64,7 @@ def clipped_grad(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
-    engine: Engine = "auto",
+    engine: None = None,
 ) -> tuple[GradFn, ClipState]:
     """Sum of per-example gradients, each scaled down to an L2 norm of at most ``clipping_norm``.
 
@@ -99,9 +100,7 @@ def clipped_grad(
         projection_radius: With ``"aggregate"``: the aggregate is projected to this L2 norm before
             it is squared; in units of the returned gradient. None means ``clipping_norm``, and
             needs an ``expected_batch_size``.
-        engine: ``"auto"`` takes the fastest engine that is right for the loss, and says so if that
-            is not the fastest of all; ``"one_pass"`` insists on that, ``"vmap"`` is the general
-            one. Results differ by rounding, and by which random numbers the loss draws.
+        engine: Gone, since one engine is exact for every loss; passing anything is an error.
 
     Returns:
         A function and its initial state. ``grads, state = grad_fn(params, batch, state=state)``
@@ -151,7 +150,7 @@ def per_example_grad_fn(
     microbatch_size: int | None = None,
     second_moment: SecondMoment | bool | None = None,
     projection_radius: float | None = None,
-    engine: Engine = "auto",
+    engine: None = None,
 ) -> GradFn:
     """The function that clips by ``rule``; other arguments are those of :func:`clipped_grad`."""
     scale = _check.positive(
@@ -159,8 +158,9 @@ def per_example_grad_fn(
     )
     if microbatch_size is not None:
         _check.positive_int("microbatch_size", microbatch_size)
+    refuse_engine(engine)
     batch_at = _batch_positions(argnums, batch_argnums)
-    engines = Engines(engine)
+    clipping = Engine()
     form = _form_of(second_moment)
     _check_radius(form, projection_radius, expected_batch_size)
     _radius_of(form, bounds_of(rule.clipping_norm, 0), projection_radius)
@@ -179,12 +179,15 @@ def per_example_grad_fn(
                 filled[position] = value
             return loss_fn(*filled)
 
-        leaves = layout.leaves(params)
+        leaves = [_tracked(leaf) for leaf in layout.leaves(params)]
         request = Request(
             loss_of,
             leaves,
             layout,
             examples_of(tuple(args[position] for position in batch_at)),
+            owners_of(loss_fn),
+            needs_gradient=getattr(loss_fn, "needs_gradient", False),
+            least_bound=min(bounds, default=1.0),
             groups=(
                 (0,) * len(leaves)
                 if rule.groups is None
@@ -199,19 +202,31 @@ def per_example_grad_fn(
             ),
             has_aux=has_aux,
         )
-        result, choice = engines.clipped_sum(
-            Choice(state.engine, state.microbatch_size),
-            request,
-            microbatch_size=microbatch_size,
-            least_bound=min(bounds),
+        result, caution, size = clipping.clipped_sum(
+            request, caution=state.caution, size=microbatch_size or state.microbatch_size
         )
         radius = _radius_of(form, bounds, projection_radius)
         grads = _clipped(result, layout, bounds, scale, radius)
         state = rule.after(state, result.norms, scale)
-        state = replace(state, engine=choice.engine, microbatch_size=choice.microbatch_size)
+        state = replace(
+            state, caution=caution, microbatch_size=0 if microbatch_size else size
+        )
         return ((grads, result.aux) if has_aux else grads), state
 
     return grad_fn
+
+
+def _tracked(leaf: Tensor) -> Tensor:
+    """The very tensor if it can have a gradient: the loss may hold it under other names too."""
+    if leaf.requires_grad and leaf.is_leaf:
+        if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+            raise PrivacyError(
+                f"a parameter of shape {tuple(leaf.shape)} has a gradient hook, which is not run when "
+                "every example has a gradient of its own; remove it, and write what it does into "
+                "the loss or the optimizer"
+            )
+        return leaf
+    return leaf.detach().requires_grad_()
 
 
 def _factors(
@@ -234,11 +249,16 @@ def _clipped(
     radius: float | None,
 ) -> ClippedPytree | SecondMomentClippedPytree:
     report = ClipReport(result.norms, bounds)
-    gradient = ClippedPytree(unpack(result.flats, layout), math.hypot(*bounds) / scale, report)
+    kept = in_float64(layout)
+    released = {i: group.dtype for group in layout.groups for i in group.members}
+    dtypes = tuple([released[i] for i in range(len(released))])
+    gradient = ClippedPytree(
+        unpack(result.flats, kept), math.hypot(*bounds) / scale, report, dtypes
+    )
     if result.squares is not None:
         # The squares of a group have a norm of at most C_k^2.
         most = math.hypot(*(bound**2 for bound in bounds))
-        square = ClippedPytree(unpack(result.squares, layout), most / scale)
+        square = ClippedPytree(unpack(result.squares, kept), most / scale, None, dtypes)
         return SecondMomentClippedPytree(gradient, square=square)
     if radius is not None:
         return SecondMomentClippedPytree(gradient, projection_radius=radius)

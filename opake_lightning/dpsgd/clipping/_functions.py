@@ -1,31 +1,22 @@
-"""Which of torch's functions do what, as far as a recorder has to know."""
+"""Which of torch's functions do what, as far as a tape has to know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import resolve_name
 
-__all__ = [
-    "INDEXING",
-    "ORDERING",
-    "SPREADING",
-    "VIEWS",
-    "body_of",
-    "is_basic",
-    "steers",
-    "unwatched",
-    "writes",
-]
+__all__ = ["INDEXING", "RANDOM", "VIEWS", "body_of", "is_basic", "name_of", "writes"]
 
-_bodies: dict[Any, Callable[..., Any] | None] = {}
+_bodies: dict[Any, Any] = {}
+_writers: dict[Any, bool] = {}
 
 
-def body_of(func: Any) -> Callable[..., Any] | None:
+def body_of(func: Any) -> Any:
     """The function itself, if it is one of torch.nn.functional's that is written in Python.
 
     Such a function first asks whether a mode is active, and hands itself over to it. Here the
@@ -34,12 +25,11 @@ def body_of(func: Any) -> Callable[..., Any] | None:
     if func not in _bodies:
         modules = (functional.__dict__, torch.functional.__dict__)
         python = isinstance(func, FunctionType) and any(func.__globals__ is m for m in modules)
-        _bodies[func] = unwatched(func) if python else None
+        _bodies[func] = _unwatched(cast("FunctionType", func)) if python else None
     return _bodies[func]
 
 
-def unwatched(func: Any) -> Callable[..., Any]:
-    """A copy of a function of torch that does not ask whether a mode is active."""
+def _unwatched(func: FunctionType) -> Any:
     names = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = FunctionType(
         func.__code__,
@@ -52,47 +42,35 @@ def unwatched(func: Any) -> Callable[..., Any]:
     return copy
 
 
-def writes(func: Any) -> bool:
-    """Whether a function writes to its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__ipow__")
-    return name.endswith("_")
-
-
 def _no(*_: object) -> bool:
     return False
 
 
-def _expanded(value: Tensor, *sizes: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = (
-        tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    )
-    own = (None,) * (len(shape) - value.dim()) + tuple(value.shape)
-    both = zip(own, shape, strict=True)
-    return tuple([n if size == -1 and n is not None else size for n, size in both])
+def writes(func: Any) -> bool:
+    """Whether a function writes to its first argument."""
+    found = _writers.get(func)
+    if found is None:
+        name = getattr(func, "__name__", "")
+        if name == "__set__":  # Tensor.data, as in buffer.data = x
+            found = getattr(func, "__self__", None) is cast("Any", Tensor.data)
+        elif name.startswith("__"):
+            found = name == "__setitem__" or (name.startswith("__i") and name in _INPLACE)
+        else:
+            found = name.endswith("_") and not name.endswith("requires_grad_")
+        _writers[func] = found
+    return found
 
 
-def _repeated(value: Tensor, *repeats: Any) -> tuple[int, ...]:
-    times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    own = (1,) * (len(times) - value.dim()) + tuple(value.shape)
-    # What is repeated along a dimension that it has cannot be had by broadcasting.
-    if any(n != 1 and k != 1 for n, k in zip(own, times, strict=True)):
-        return ()
-    return tuple([n * k for n, k in zip(own, times, strict=True)])
+def name_of(func: Any) -> str:
+    """The function as a user would write it."""
+    return resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
-def _like(value: Tensor, other: Tensor) -> tuple[int, ...]:
-    del value
-    return tuple(other.shape)
-
-
-SPREADING: dict[Any, Callable[..., tuple[int, ...]]] = {
-    Tensor.expand: _expanded,
-    torch.broadcast_to: _expanded,
-    Tensor.expand_as: _like,
-    Tensor.repeat: _repeated,
-}
+_INPLACE = {
+    f"__i{name}__" for name in
+    ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "and", "or", "xor",
+     "lshift", "rshift", "matmul")
+}  # fmt: skip
 INDEXING = {Tensor.__getitem__}
 VIEWS = {
     Tensor.t, torch.t, cast("Any", Tensor.T).__get__, cast("Any", Tensor.mT).__get__,
@@ -103,36 +81,29 @@ VIEWS = {
     Tensor.select, torch.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split,
     Tensor.unbind, torch.unbind, Tensor.contiguous, Tensor.clone, torch.clone,
 }  # fmt: skip
-STEERING = {
-    Tensor.__bool__, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.nonzero, torch.nonzero,
-    Tensor.masked_select, torch.masked_select, Tensor.unique, torch.unique, Tensor.__contains__,
-    Tensor.unique_consecutive, torch.unique_consecutive, torch.allclose, Tensor.allclose,
-    torch.equal, Tensor.equal, torch.bincount, Tensor.bincount, Tensor.is_nonzero,
-    Tensor.repeat_interleave, torch.repeat_interleave, torch.is_nonzero, torch.argwhere,
-    Tensor.argwhere, Tensor.__format__, Tensor.__repr__, Tensor.__dlpack__,
+# What draws random numbers; a part of a batch gets those that the whole batch would have drawn.
+_DRAWING = (
+    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson",
+    "rand_like", "randn_like", "randint_like", "dropout", "dropout_", "alpha_dropout",
+    "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout",
+    "feature_alpha_dropout_", "rrelu", "rrelu_", "binomial",
+)  # fmt: skip
+_DRAWING_METHODS = (
+    "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_",
+    "geometric_", "bernoulli", "multinomial",
+)  # fmt: skip
+_DRAWING_LAYERS = (
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "rrelu", "rrelu_", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
+)  # fmt: skip
+RANDOM = {
+    getattr(owner, name)
+    for owner, names in (
+        (torch, _DRAWING), (Tensor, _DRAWING_METHODS), (functional, _DRAWING_LAYERS),
+    )
+    for name in names
+    if hasattr(owner, name)
 }  # fmt: skip
-# Dimensions change places, so that the same functions may do something else.
-ORDERING = {
-    Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.movedim,
-    torch.movedim, Tensor.swapaxes, torch.swapaxes, Tensor.flatten, torch.flatten,
-}  # fmt: skip
-
-
-def steers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether values of a tensor decide what Python does next, or which shape comes out."""
-    if func in STEERING:
-        return True
-    if func in INDEXING:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(
-            (isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8))
-            or (isinstance(i, slice) and not is_basic(i))
-            for i in index
-        )
-    if func in (torch.where, functional.one_hot):
-        return len(args) + len(kwargs) == 1
-    return False
 
 
 def is_basic(index: Any) -> bool:

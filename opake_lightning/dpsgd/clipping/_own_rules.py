@@ -1,4 +1,4 @@
-"""Rules of a user's own for the one-pass engine, and whether they are right."""
+"""Rules of a user's own, and whether they are right."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients
-from opake_lightning.dpsgd.clipping._one_pass import RULES, Unsupported, run_pass
-from opake_lightning.dpsgd.clipping._record import Recorder
+from opake_lightning.dpsgd.clipping._pass import Alone, run_pass
+from opake_lightning.dpsgd.clipping._tape import NoRule, Retry, Tape, rule_for
 
 __all__ = ["check_rule", "per_example_rule"]
 
@@ -22,11 +23,12 @@ ExampleGradients = Callable[..., Sequence[Tensor | None]]
 def per_example_rule(
     gradients: ExampleGradients,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Tell the one-pass engine what single examples' gradients of an operation are.
+    """Say what single examples' gradients of an operation are.
 
-    A decorator for the function that a model calls. Without it, an operation that the engine does
-    not know (a kernel of one's own, a ``torch.autograd.Function``) sends the loss to a slower
-    engine. The function itself must be differentiable with respect to the tensors of the batch.
+    A decorator for the function that a model calls. Without it, an operation that hides its use of
+    a parameter (a kernel of one's own, a ``torch.autograd.Function`` without ``setup_context``) has
+    examples run one at a time. The function itself must treat rows independently, and be
+    differentiable with respect to the tensors of the batch.
 
     Args:
         gradients: Called with the gradient of the output, shape [B, ...], and the function's own
@@ -48,18 +50,19 @@ def per_example_rule(
 
         overridable: Any = wrap_torch_function(tensors)(func)
 
-        def rule(recorder: Recorder, _: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def rule(tape: Tape, _: Any, *args: Any, **kwargs: Any) -> Tensor:
             name = getattr(func, "__name__", "an operation")
-            values = [recorder.value(arg) for arg in args]
-            data = [arg for arg in args if isinstance(arg, Tensor) and recorder.is_data(arg)]
-            for value in data:
-                recorder.require_rows(value, name)
+            if any(tape.is_data(value) for value in kwargs.values()):
+                raise NoRule
+            values = [
+                _one_row(arg) if tape.is_data(arg) else tape.value(arg) for arg in args
+            ]
             output = func(*values, **kwargs)
 
             def of(index: int) -> Callable[[Tensor], Gradients]:
-                def make(gradient: Tensor) -> Gradients:
-                    found = gradients(gradient, *values, **kwargs)[index]
-                    shape = (recorder.size, *values[index].shape)
+                def make(dy: Tensor) -> Gradients:
+                    found = gradients(dy.squeeze(1), *values, **kwargs)[index]
+                    shape = (tape.size, *values[index].shape)
                     if found is None or found.shape != shape:
                         got = None if found is None else tuple(found.shape)
                         raise ValueError(
@@ -71,59 +74,67 @@ def per_example_rule(
                 return make
 
             pairs = [(arg, of(index)) for index, arg in enumerate(args)]
-            return recorder.record(name, output, pairs, *data)
+            data = [arg for arg in args if tape.is_data(arg)]
+            return tape.record(name, output.unsqueeze(1), pairs, *data)
 
-        RULES[overridable] = rule
+        rule_for(overridable, row_wise=True)(rule)
         return overridable
 
     return decorate
+
+
+def _one_row(value: Tensor) -> Tensor:
+    """[B, 1, ...] to [B, ...]: what the function gets of an example has one row."""
+    if value.dim() < 2 or value.shape[1] != 1:
+        raise NoRule
+    return value.squeeze(1)
 
 
 def check_rule(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
     """Compare a rule with what autograd finds for each example alone.
 
     Args:
-        func: The decorated function, or any that the one-pass engine has a rule for.
+        func: The decorated function, or any torch function.
         *args: Its arguments: those that require a gradient are the parameters, other tensors the
             batch, with one row per example, two at least.
         **kwargs: Its keyword arguments, none of them parameters.
 
     Raises:
         AssertionError: If an example's gradient is off by more than rounding.
-        ValueError: If the engine does not take the function, or there is nothing to compare.
+        ValueError: If the function runs one example at a time, or there is nothing to compare.
     """
     places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
-    batch = [a for a in args if isinstance(a, Tensor) and not a.requires_grad]
+    batch = tuple([a for a in args if isinstance(a, Tensor) and not a.requires_grad])
     if not places or not batch or len(batch[0]) < 2:
         raise ValueError("check_rule needs a parameter, and a batch of at least two examples")
+    params = [args[i].detach().requires_grad_() for i in places]
     weights: dict[torch.Size, Tensor] = {}
 
-    def loss_of(leaves: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-        left, given = list(rows), list(leaves)
+    def loss_of(rows: Sequence[Tensor]) -> Tensor:
+        left, given = list(rows), list(params)
         filled = [
             given.pop(0) if i in places else left.pop(0) if isinstance(a, Tensor) else a
             for i, a in enumerate(args)
         ]
-        out = func(*filled, **kwargs).flatten(1)
-        draw = torch.Generator().manual_seed(0)
-        shape = out.shape[1:]
-        if shape not in weights:
-            weights[shape] = torch.randn(shape, generator=draw).to(out)
-        return (out * weights[shape]).sum(1)
+        out = func(*filled, **kwargs)
+        if out.shape not in weights:
+            draw = torch.Generator().manual_seed(0)
+            weights[out.shape] = torch.randn(out.shape, generator=draw).to(out.dtype)
+        return (out * weights[out.shape]).sum()
 
-    params = [args[i] for i in places]
+    # Not within the vmap: what is drawn there is another number for each example.
+    loss_of([t[:1] for t in batch])
     try:
         found = run_pass(
-            lambda leaves: (loss_of(leaves, batch), ()), params, batch, contextlib.nullcontext
+            lambda rows: (loss_of(rows), ()), params, batch, Fence(), contextlib.nullcontext
         )
-    except Unsupported as reason:
-        raise ValueError(f"the one-pass engine does not take it: {reason}") from reason
+    except (Alone, Retry) as reason:
+        raise ValueError(f"examples of it run one at a time: {reason}") from reason
     for number, (place, got) in enumerate(zip(places, found.gradients, strict=True)):
         for i in range(found.size):
-            leaves = [p.detach().requires_grad_() for p in params]
-            loss = loss_of(leaves, [t[i : i + 1] for t in batch]).sum()
+            loss = loss_of([t[i : i + 1] for t in batch])
             (want,) = torch.autograd.grad(
-                loss, leaves[number], allow_unused=True, materialize_grads=True
+                loss, params[number], allow_unused=True, materialize_grads=True
             )
             with torch.no_grad():
                 row = torch.zeros_like(want) if got is None else got.dense(slice(i, i + 1))[0]

@@ -40,15 +40,15 @@ class ClipState:
             therefore contributed zero. Not private: it is exact.
         step: How many batches have been clipped so far, empty ones included; what a schedule of the
             clipping norm is asked about next.
-        engine: Which engine clips: 0 the fastest one, 1 vmap, 2 one example at a time. Once a loss
-            has turned out to need another one, the run stays with it.
-        microbatch_size: How many examples are differentiated at once, as chosen by the engine; 0
-            before it has.
+        caution: How passes begin, as the loss has turned out to need it: 0, 1 with memory of their
+            own for what it writes to, 2 also without rules. Sums round differently.
+        microbatch_size: How many examples are differentiated at once, as chosen by what they
+            take; 0 before that is known.
     """
 
     nonfinite_examples: int = 0
     step: int = 0
-    engine: int = 0
+    caution: int = 0
     microbatch_size: int = 0
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional
 from opake_lightning import _pool
 from opake_lightning._tree import wide
 from opake_lightning.dpsgd.clipping._gradients import FORMED_FROM, Dense, Gradients, squared_norms
-from opake_lightning.dpsgd.clipping._one_pass._rules import rule_for
-from opake_lightning.dpsgd.clipping._record import Recorder
+from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
 
 __all__: list[str] = []
 
@@ -24,6 +23,8 @@ _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convo
 _CHUNK = 1 << 20
 # A product in float64 takes about as long as two in float32.
 _GRAM_COST = 2
+# Gradients that may be added up in float32: of a few the sum has digits enough.
+_FEW = 8
 
 
 @final
@@ -145,10 +146,13 @@ class _Convolution(Gradients):
         return (weights * shifted).flatten(1).sum(1).clamp_(min=0)
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
-        """Add the weighted sum to ``out``, as one ordinary weight gradient."""
+        """Add the weighted sum to ``out``, a few examples at a time by an ordinary weight gradient."""
         column = factors.to(self.gradient.dtype).repeat_interleave(self._per)
-        scaled = self.gradient * column.view(-1, *[1] * (self.gradient.dim() - 1))
-        out.add_(self._weight(self.input, scaled, 1).to(out.dtype))
+        step = _FEW * self._per
+        for start in range(0, len(self.input), step):
+            rows = slice(start, start + step)
+            weights = column[rows].view(-1, *[1] * (self.gradient.dim() - 1))
+            out.add_(self._weight(self.input[rows], self.gradient[rows] * weights, 1))
 
 
 def _tuple(value: Any, n: int) -> list[int]:
@@ -156,16 +160,16 @@ def _tuple(value: Any, n: int) -> list[int]:
     return values * n if len(values) == 1 else values
 
 
-def _dimensions(recorder: Recorder, name: str, input: Tensor, weight: Tensor, bias: Any) -> int:
-    """How many dimensions it goes over, after a look at what it is called with."""
-    recorder.require_data(input, name)
-    if input.dim() != weight.dim() or recorder.is_data(weight) or recorder.is_data(bias):
-        raise recorder.refuse(f"{name} of a single image, or with a weight made of the batch")
-    return weight.dim() - 2
+def _folded(tape: Tape, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    """The images of all examples as one batch: a convolution treats each by itself."""
+    other = tape.is_data(weight) or tape.is_data(bias) or tape.is_parameter(input)
+    if other or not tape.is_data(input) or input.dim() != weight.dim() + 1:
+        raise NoRule  # of a single image, or with a weight made of the batch
+    return input.flatten(0, 1)
 
 
 def _recorded(
-    recorder: Recorder,
+    tape: Tape,
     name: str,
     output: Tensor,
     weight: Tensor,
@@ -173,15 +177,16 @@ def _recorded(
     bias: Any,
     input: Tensor,
 ) -> Tensor:
-    def biases(gradient: Tensor) -> Gradients:
-        return Dense(recorder.per_example(gradient.flatten(2).sum(2)).sum(1))
+    def biases(dy: Tensor) -> Gradients:
+        return Dense(tape.rows(dy.flatten(3).sum(3), 1).sum(1))
 
-    return recorder.record(name, output, [(weight, weights), (bias, biases)], input)
+    output = output.unflatten(0, input.shape[:2])
+    return tape.record(name, output, [(weight, weights), (bias, biases)], input)
 
 
 @rule_for(torch.conv1d, torch.conv2d, torch.conv3d)
 def _conv(
-    recorder: Recorder,
+    tape: Tape,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -191,11 +196,9 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    n = _dimensions(recorder, "convolution", input, weight, bias)
+    images, n = _folded(tape, input, weight, bias), weight.dim() - 2
     stride, dilation = _tuple(stride, n), _tuple(dilation, n)
-    output = func(
-        input, recorder.value(weight), recorder.value(bias), stride, padding, dilation, groups
-    )
+    output = func(images, tape.value(weight), tape.value(bias), stride, padding, dilation, groups)
     asymmetric: list[int] = []
     if padding == "valid":
         padding = 0
@@ -205,18 +208,18 @@ def _conv(
         padding = 0
     padding = _tuple(padding, n)
 
-    def weights(gradient: Tensor) -> Gradients:
-        x = input.detach().to(output.dtype)
+    def weights(dy: Tensor) -> Gradients:
+        x = images.detach().to(dy.dtype)
         x = functional.pad(x, asymmetric) if asymmetric else x
         how = (stride, padding, dilation, groups)
-        return _Convolution(x, gradient, weight.shape, recorder.size, how)
+        return _Convolution(x, dy.flatten(0, 1), weight.shape, tape.size, how)
 
-    return _recorded(recorder, "convolution", output, weight, weights, bias, input)
+    return _recorded(tape, "convolution", output, weight, weights, bias, input)
 
 
 @rule_for(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 def _transposed(
-    recorder: Recorder,
+    tape: Tape,
     func: Any,
     input: Tensor,
     weight: Tensor,
@@ -228,15 +231,15 @@ def _transposed(
     dilation: Any = 1,
 ) -> Tensor:
     """The adjoint of a convolution: input and gradient of the output change places."""
-    n = _dimensions(recorder, "transposed convolution", input, weight, bias)
+    images, n = _folded(tape, input, weight, bias), weight.dim() - 2
     output = func(
-        input, recorder.value(weight), recorder.value(bias), stride, padding, output_padding,
-        groups, dilation,
+        images, tape.value(weight), tape.value(bias), stride, padding, output_padding, groups,
+        dilation,
     )  # fmt: skip
 
-    def weights(gradient: Tensor) -> Gradients:
-        x = input.detach().to(output.dtype)
+    def weights(dy: Tensor) -> Gradients:
+        x = images.detach().to(dy.dtype)
         how = (_tuple(stride, n), _tuple(padding, n), _tuple(dilation, n), groups)
-        return _Convolution(gradient, x, weight.shape, recorder.size, how)
+        return _Convolution(dy.flatten(0, 1), x, weight.shape, tape.size, how)
 
-    return _recorded(recorder, "transposed convolution", output, weight, weights, bias, input)
+    return _recorded(tape, "transposed convolution", output, weight, weights, bias, input)

@@ -1,0 +1,182 @@
+"""Calls that are refused, or answered in a way of their own, whatever tensors they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning.dpsgd.clipping._tape import CHECKS, Caution, Retry, Tape, place_of
+from opake_lightning.dpsgd.clipping._torch import outside
+
+__all__: list[str] = []
+
+_Check = TypeVar("_Check", bound=Callable[..., Any])
+
+
+def _check_of(*funcs: Any) -> Callable[[_Check], _Check]:
+    def decorate(check: _Check) -> _Check:
+        CHECKS.update(dict.fromkeys(funcs, check))
+        return check
+
+    return decorate
+
+
+def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
+
+
+# -- losses that are another number on one row ------------------------------------------------------
+
+
+@_check_of(functional.cross_entropy, functional.nll_loss)
+def _weighted_mean(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A mean that divides by weights, or by how many labels are kept.
+
+    On one row the weight of its class cancels, and a row whose label is ignored is 0 / 0. The
+    default ``ignore_index`` may ignore tokens: their mean over one row is what it says, and a row
+    without any counts as a gradient that is not finite, so for nothing, as it should.
+    """
+    given = _given("input target weight size_average ignore_index reduce reduction", args, kwargs)
+    if given.get("reduction", "mean") != "mean" or given.get("size_average") is False:
+        return NotImplemented
+    what = "weight" if given.get("weight") is not None else ""
+    if given.get("ignore_index", -100) != -100:
+        what = "ignore_index"
+    if what:
+        raise tape.refuse(
+            f"{place_of(func)} takes a mean with {what}=: of one example that is divided by its own "
+            f"{'weight, which cancels' if what == 'weight' else 'count of kept labels'}. Pass "
+            'reduction="none", and divide by a constant (the number of labels in a row, say)'
+        )
+    return NotImplemented
+
+
+# -- what writes to a weight ------------------------------------------------------------------------
+
+
+@_check_of(functional.embedding, functional.embedding_bag)
+def _max_norm(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = "input weight padding_idx max_norm"
+    if func is functional.embedding_bag:
+        names = "input weight offsets max_norm"
+    if _given(names, args, kwargs).get("max_norm") is not None:
+        raise tape.refuse(
+            f"{place_of(func)} with max_norm= rescales the rows of the weight whose ids occur, so "
+            "that the weight tells which did; leave max_norm out, or renormalise all rows outside "
+            "of the loss"
+        )
+    return NotImplemented
+
+
+@_check_of(functional.batch_norm, torch.batch_norm)
+def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is functional.batch_norm:
+        given = _given("input running_mean running_var weight bias training", args, kwargs)
+    else:
+        given = _given("input weight bias running_mean running_var training", args, kwargs)
+    if given.get("training") and given.get("running_mean") is not None:
+        raise tape.refuse(
+            f"{place_of(func)} in training mode keeps statistics of the examples; use GroupNorm or "
+            "LayerNorm, or put it in eval mode"
+        )
+    return NotImplemented
+
+
+# -- gradients that the loss takes itself -----------------------------------------------------------
+
+
+@_check_of(torch.autograd.grad)
+def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` within the loss, such as for a gradient penalty.
+
+    Examples do not depend on each other, so the gradient of their sum has a row for each.
+    """
+    if not _torch.has_private_names():
+        return NotImplemented
+    if tape.caution < Caution.NO_RULES:
+        # Rules detach parameters, and a second derivative has to see them.
+        raise Retry(Caution.NO_RULES)
+    given = _given("outputs inputs grad_outputs retain_graph create_graph", args, kwargs)
+    outputs, inputs = (_listed(given.pop(name)) for name in ("outputs", "inputs"))
+    upstream = given.pop("grad_outputs", None)
+    if upstream is None and any(output.dim() and output.numel() != 1 for output in outputs):
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    inputs = [tape.copy_for_each(p) if tape.is_parameter(p) else p for p in inputs]
+    with outside():
+        rows = [_inner(value) for value in outputs]
+        seeds = [torch.ones_like(row) for row in rows] if upstream is None else [
+            _inner(u).expand_as(row) for u, row in zip(_listed(upstream), rows, strict=True)
+        ]
+        given["retain_graph"] = True  # the loss's own gradient comes later
+        found = func(rows, [_inner(value) for value in inputs], seeds, **given)
+        dims = [_torch.batch_dim_of(value) for value in inputs]
+        return tuple(
+            None if g is None else _torch.add_batch_dim(g, dim, tape.level)
+            for g, dim in zip(found, dims, strict=True)
+        )
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _inner(value: Tensor) -> Tensor:
+    return _torch.unwrapped(value) if _torch.is_batched(value) else value
+
+
+_tracks: Any = cast("Any", Tensor.requires_grad)
+
+
+@_check_of(Tensor.requires_grad_, _tracks.__set__)
+def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss wants gradients of what an example says: the tensor behind it has them."""
+    value = args[0]
+    if not (_torch.has_private_names() and _torch.is_batched(value)):
+        return NotImplemented
+    inner = _inner(value)
+    with outside():
+        if inner.is_leaf:
+            inner.requires_grad_(*args[1:], **kwargs)
+            tape.tracked.append(inner)
+    return value if func is Tensor.requires_grad_ else None
+
+
+@_check_of(_tracks.__get__)
+def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del tape, func, kwargs
+    if _torch.has_private_names() and _torch.is_batched(args[0]):
+        return _inner(args[0]).requires_grad
+    return NotImplemented
+
+
+@_check_of(Tensor.backward, torch.autograd.backward)
+def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del args, kwargs
+    raise tape.refuse(
+        f"the loss calls {place_of(func)}, which adds raw gradients up in .grad; return the loss, "
+        "or take torch.autograd.grad of what the example says"
+    )
+
+
+@_check_of(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del args, kwargs
+    raise tape.refuse(
+        f"the loss calls {place_of(func)}; hooks on gradients are not run when every example has "
+        "its own. Write what it does into the loss, as a torch.autograd.Function with setup_context"
+    )
+
+
+# -- paths that are off -----------------------------------------------------------------------------
+
+
+@_check_of(torch._nested_tensor_from_mask_left_aligned)
+def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """TransformerEncoder's nested tensors have another shape for each example."""
+    del tape, func, args, kwargs
+    return False

@@ -1,0 +1,352 @@
+"""A batch: microbatch by microbatch, part by part, and what is added up."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from opake_lightning._tree import in_float64
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
+from opake_lightning.dpsgd.clipping._fence import Fence
+from opake_lightning.dpsgd.clipping._pass import Alone, Pass, run_alone, run_pass
+from opake_lightning.dpsgd.clipping._tape import Draws, Retry, Split
+from opake_lightning.errors import PrivacyError
+
+__all__ = ["Engine"]
+
+# Bytes of what one pass keeps. On the CPU, more passes of less take less time: the memory of one
+# serves the next, and new memory costs more than what is computed in it.
+_PASS_BYTES = 1 << 28
+_PASS_BYTES_ELSEWHERE = 1 << 30
+_MOST = 512
+# What is recorded is part of what autograd keeps.
+_KEPT = 4
+# How many examples show what one takes.
+_SAMPLE = 2
+# Parts into which Python values may split a microbatch; beyond that, one at a time is no slower.
+_PARTS = 8
+# Norms whose squares float32 may lose, if the bound is as small.
+_SMALL_NORM = 1e-9
+
+Rows = tuple[Tensor, ...]
+
+
+@dataclass
+class Engine:
+    """What clips, and what it has said in this process."""
+
+    _said: set[str] = field(default_factory=set[str])
+    _looked_for_unused: bool = False
+
+    def clipped_sum(self, request: Request, *, caution: int, size: int) -> tuple[ClippedSum, int, int]:
+        """Answer ``request``.
+
+        Args:
+            request: The batch and what to do with it.
+            caution: How passes begin, as the last call returned it.
+            size: Examples of a microbatch; 0 chooses by what some of them take.
+
+        Returns:
+            The sum, and the caution and the size to go on with.
+
+        Raises:
+            PrivacyError: If the loss is refused. Nothing it wrote is left.
+        """
+        fence = Fence(request.owners)
+        batch = _Batch(self, request, fence, caution)
+        try:
+            with torch.no_grad():
+                size = batch.run(size)
+                batch.require_gradient()
+        except BaseException:
+            fence.restore()
+            raise
+        fence.finish()
+        if request.examples.size and not self._looked_for_unused:
+            self._looked_for_unused = True
+            batch.warn_of_unused()
+        return batch.result(), batch.caution, size
+
+    def say(self, why: str) -> None:
+        """Warn, once, that examples run one at a time."""
+        if why not in self._said:
+            self._said.add(why)
+            warnings.warn(
+                f"clipping one example at a time, which is much slower: {why}", stacklevel=2
+            )
+
+
+class _Batch:
+    def __init__(self, engine: Engine, request: Request, fence: Fence, caution: int) -> None:
+        self._engine, self._request, self._fence = engine, request, fence
+        self.caution = caution
+        layout = in_float64(request.layout)
+        self._flats = layout.zeros()
+        self._sums = layout.views(self._flats)
+        self._squares = layout.zeros() if request.square_factors_of else None
+        self._square_sums = layout.views(self._squares) if self._squares else []
+        self._norms = [request.no_norms()]
+        self._aux: list[Aux] = []
+        self._used = [False] * len(request.params)
+        self._has_gradient = False
+        self._names = request.names()
+
+    def run(self, size: int) -> int:
+        """Add all examples; returns how many a microbatch has."""
+        examples, start = self._request.examples, 0
+        while start < examples.size:
+            stop = start + (size or _SAMPLE)
+            kept = self._microbatch(tuple([t[start:stop] for t in examples.tensors]))
+            start = stop
+            if not size and examples.size > 1:
+                size = _affordable(kept / _SAMPLE, self._request.device)
+        return size
+
+    def result(self) -> ClippedSum:
+        """The sums."""
+        aux = None
+        if self._request.has_aux and self._aux:
+            aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
+        return ClippedSum(self._flats, torch.cat(self._norms, dim=1), aux, self._squares)
+
+    def warn_of_unused(self) -> None:
+        """Name the parameters that noise moves, and nothing else."""
+        leaves = zip(self._names, self._request.params, self._used, strict=True)
+        unused = [name for name, leaf, used in leaves if leaf.numel() and not used]
+        if unused and any(self._used):
+            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" * (len(unused) > 8))
+            warnings.warn(
+                f"no example's loss has a gradient for {shown}: noise moves what is trained, and "
+                "nothing else moves these. If that is meant to stay as it is (a target network, a "
+                "frozen twin), call requires_grad_(False) before the fit",
+                stacklevel=2,
+            )
+
+    def require_gradient(self) -> None:
+        """Refuse losses without one, of which every step would be a release of noise alone."""
+        request = self._request
+        if request.needs_gradient and request.examples.size and not self._has_gradient:
+            raise PrivacyError(
+                "the loss depends on no trainable parameter (it was detached, made under no_grad, or "
+                "of frozen layers alone), so every step would spend privacy on noise alone; return "
+                "a loss that has a gradient"
+            )
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _microbatch(self, rows: Rows) -> int:
+        n, device = len(rows[0]), self._request.device
+        norms = torch.zeros(self._request.n_groups, n, dtype=torch.float64, device=device)
+        aux: list[tuple[Tensor | None, Aux]] = []
+        kept = 0
+        for index, found in self._passes(rows):
+            where = slice(None) if index is None else index.to(device)
+            norms[:, where] = self._add(found)
+            aux.append((index, found.aux))
+            kept += found.kept_bytes
+        self._norms.append(norms)
+        self._aux.append(_in_order(aux))
+        return kept
+
+    def _passes(self, rows: Rows) -> Generator[tuple[Tensor | None, Pass]]:
+        """The parts of a microbatch, each with what a pass over it found; None is all of it."""
+        n, before = len(rows[0]), _Random(self._request.device)
+        waiting: list[Tensor | None] = [None]
+        done = 0
+        while waiting:
+            index = waiting.pop(0)
+            part = rows if index is None else tuple([t[index.to(t.device)] for t in rows])
+            draws = None if index is None else Draws(n, index)
+            if draws is not None:
+                before.again()
+            try:
+                found = self._with_caution(part, draws, before)
+            except Split as split:
+                self._fence.restore()
+                parts = _grouped(torch.arange(n) if index is None else index, split.values)
+                if done + len(waiting) + len(parts) <= _PARTS:
+                    waiting = [*parts, *waiting]
+                    continue
+                why = (
+                    f"the loss asks for a Python value of each example by {split.place}; keep it a "
+                    "tensor (torch.where in place of if, no .item())"
+                )
+            except Alone as reason:
+                self._fence.restore()
+                why = self._request.with_names(
+                    f"torch.func.vmap cannot run {reason}; write it in other operations, with "
+                    "shapes that do not depend on values, or give it a per_example_rule"
+                )
+            else:
+                done += 1
+                yield index, found
+                continue
+            self._engine.say(why)
+            for i in (torch.arange(n) if index is None else index).tolist():
+                before.of_row(i)
+                row = tuple([t[i : i + 1] for t in rows])
+                with _without_autocast(self._request.device) as ambient:
+                    alone = run_alone(
+                        self._request.loss, self._request.params, row, self._fence, ambient
+                    )
+                yield torch.tensor([i]), alone
+
+    def _with_caution(self, rows: Rows, draws: Draws | None, before: _Random) -> Pass:
+        """A pass with as much caution as it takes."""
+        while True:
+            try:
+                with _without_autocast(self._request.device) as ambient:
+                    return run_pass(
+                        self._request.loss,
+                        self._request.params,
+                        rows,
+                        self._fence,
+                        ambient,
+                        caution=self.caution,
+                        draws=draws,
+                    )
+            except Retry as retry:
+                self._fence.restore()
+                if retry.caution <= self.caution:
+                    raise Alone("the loss's writes to its own tensors") from None
+                self.caution = retry.caution
+                before.again()
+
+    # -- sums -------------------------------------------------------------------------------------
+
+    def _add(self, found: Pass) -> Tensor:
+        """Add the examples of a pass, and return their norms."""
+        request = self._request
+        self._has_gradient |= found.has_gradient
+        for number, gradient in enumerate(found.gradients):
+            self._used[number] |= gradient is not None
+        norms = found.norms(request.groups, request.n_groups, request.device)
+        usual = (norms <= LARGE_NORM).all(0)
+        if request.least_bound < _SMALL_NORM:
+            usual &= (norms >= _SMALL_NORM).all(0)
+        if bool(usual.all()):
+            factors = request.factors_of(norms)
+            found.add_weighted(factors, request.groups, self._sums)
+            if request.square_factors_of is not None:
+                factors = request.square_factors_of(norms)
+                found.add_squares(factors, request.groups, self._square_sums)
+            return norms
+        return self._one_by_one(found)
+
+    def _one_by_one(self, found: Pass) -> Tensor:
+        """NaN times zero is NaN: examples with odd gradients are not in one product with others.
+
+        In float64 norms and factors of whatever float32 holds have digits enough.
+        """
+        request = self._request
+        norms = request.no_norms().new_zeros(request.n_groups, found.size)
+        for i in range(found.size):
+            rows = [
+                None if g is None else g.dense(slice(i, i + 1))[0].double()
+                for g in found.gradients
+            ]
+            norms[:, i] = norm = _norms(rows, request.groups, norms[:, i])
+            for out, row, group in zip(self._sums, rows, request.groups, strict=True):
+                if row is not None and bool(norm.isfinite().all()):
+                    out.add_(row, alpha=float(request.factors_of(norm[:, None])[group, 0]))
+            if request.square_factors_of is None or not bool(norm.isfinite().all()):
+                continue
+            factors = request.square_factors_of(norm[:, None])[:, 0]
+            for out, row, group in zip(self._square_sums, rows, request.groups, strict=True):
+                if row is not None:
+                    out.add_((row * factors[group]).square_())
+        return norms
+
+
+def _norms(rows: list[Tensor | None], groups: tuple[int, ...], like: Tensor) -> Tensor:
+    """Norm of one example in each group, infinite in all if it is not finite in one."""
+    peaks = torch.zeros_like(like)
+    filled = [(r, g) for r, g in zip(rows, groups, strict=True) if r is not None and r.numel()]
+    for row, group in filled:
+        peaks[group] = torch.maximum(peaks[group], row.abs().amax())  # NaN stays NaN
+    if not bool(peaks.isfinite().all()):
+        return torch.full_like(like, torch.inf)
+    squared = torch.zeros_like(like)
+    for row, group in filled:
+        squared[group] += (row / peaks[group].clamp(min=1e-300)).square().sum()
+    return peaks * squared.sqrt()
+
+
+def _grouped(index: Tensor, values: list[Any]) -> list[Tensor]:
+    """The rows of each value, in the order in which values come."""
+    parts: dict[Any, list[int]] = {}
+    for i, value in zip(index.tolist(), values, strict=True):
+        parts.setdefault(value, []).append(i)
+    return [torch.tensor(part) for part in parts.values()]
+
+
+def _in_order(parts: list[tuple[Tensor | None, Aux]]) -> Aux:
+    if len(parts) == 1:
+        return parts[0][1]
+    order = torch.cat([index for index, _ in parts if index is not None]).argsort()
+    return optree.tree_map(
+        lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *[aux for _, aux in parts]
+    )
+
+
+def _affordable(each: float, device: torch.device) -> int:
+    """How many examples to take at once, a power of two, if one takes so many bytes."""
+    room = _PASS_BYTES if device.type == "cpu" else _PASS_BYTES_ELSEWHERE
+    room = min(room, _free_bytes(device) / _KEPT / 2)
+    return 1 << max(0, min(int(room / max(1.0, each)), _MOST).bit_length() - 1)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that is free on ``device``."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return float("inf")
+
+
+class _Random:
+    """The state of random numbers before a microbatch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+
+    def again(self) -> None:
+        """Draw from here again."""
+        torch.set_rng_state(self._cpu)
+        if self._device and self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+    def of_row(self, i: int) -> None:
+        """Draw what belongs to one row, however many ran before it."""
+        digest = hashlib.blake2b(self._cpu.numpy().tobytes(), salt=i.to_bytes(8, "big")).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@contextlib.contextmanager
+def _without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
+    """Leave autocast; yields a way to step back into it around the loss."""
+    kind = device.type
+    enabled = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
+
+    def ambient() -> Any:
+        # The cache of cast weights must not outlive a function transform.
+        return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+    with torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext():
+        yield ambient if enabled else contextlib.nullcontext
+
+

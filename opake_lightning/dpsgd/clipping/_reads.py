@@ -1,0 +1,92 @@
+"""Python values that a loss asks of the batch: one answer for all examples, or the batch is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning.dpsgd.clipping._tape import CHECKS, Split, Tape, place_of
+from opake_lightning.dpsgd.clipping._torch import outside
+
+__all__: list[str] = []
+
+
+def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` says of each example, if it says the same of all."""
+    inner = _seen(tape, func, args[0])
+    if inner is None:
+        return NotImplemented
+    place = tape.read = place_of(func)
+    with outside(), torch.no_grad():
+        values = inner.detach()
+        if values[0].numel() == 1:
+            answers = [_answer(func, value) for value in values.reshape(tape.size).tolist()]
+            keys = [_key(answer) for answer in answers]
+        else:
+            # Bit for bit, but for NaN, which is one value whatever its bits.
+            same = values.nan_to_num(nan=math.inf) if values.is_floating_point() else values
+            flat = same.reshape(tape.size, -1).cpu()
+            keys = [row.tobytes() for row in flat.float().numpy()] if (
+                flat.dtype == torch.bfloat16
+            ) else [row.tobytes() for row in flat.numpy()]
+        if any(key != keys[0] for key in keys):
+            raise Split(keys, place)
+        # A copy, as an array may share the memory of the rows.
+        return func(values[0].clone(), *args[1:], **kwargs)
+
+
+def _answer(func: Any, value: Any) -> Any:
+    return _ANSWERS[func](value) if func in _ANSWERS else value
+
+
+def _key(value: Any) -> Any:
+    return "nan" if value != value else value  # noqa: PLR0124 - NaN alone differs from itself
+
+
+def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``equal`` and ``allclose``, which vmap cannot run: whether all elements are."""
+    left, right = args[:2]
+    if _seen(tape, func, left) is None and _seen(tape, func, right) is None:
+        return NotImplemented
+    if func in (torch.equal, Tensor.equal):
+        if left.shape != right.shape:
+            return False
+        same = (left == right).all()
+    else:
+        same = torch.isclose(*args, **kwargs).all()
+    return _read(tape, Tensor.__bool__, (same,), {})
+
+
+def _contains(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del kwargs
+    if _seen(tape, func, args[0]) is None and _seen(tape, func, args[1]) is None:
+        return NotImplemented
+    return _read(tape, Tensor.__bool__, ((args[0] == args[1]).any(),), {})
+
+
+def _seen(tape: Tape, func: Any, value: Any) -> Tensor | None:
+    """The tensor behind ``value``, examples first; None if it is the same for all of them."""
+    del func
+    if not isinstance(value, Tensor) or not _torch.has_private_names():
+        return None
+    return _torch.physical_of(value, tape.level)
+
+
+_bool, _int = Tensor.__bool__, Tensor.__int__
+_ANSWERS: dict[Any, Callable[[Any], Any]] = {
+    Tensor.__bool__: bool, Tensor.is_nonzero: bool, torch.is_nonzero: bool, Tensor.__int__: int,
+    Tensor.__index__: int, Tensor.__float__: float,
+}  # fmt: skip
+_READS = (
+    *_ANSWERS, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__complex__,
+)  # fmt: skip
+CHECKS.update(dict.fromkeys(_READS, _read))
+CHECKS.update(
+    dict.fromkeys((torch.equal, Tensor.equal, torch.allclose, Tensor.allclose), _compared)
+)
+CHECKS[cast("Any", Tensor).__contains__] = _contains

@@ -1,0 +1,133 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer
+from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
+
+__all__: list[str] = []
+
+
+@rule_for(functional.linear)
+def _linear(tape: Tape, func: Any, input: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    """Y = x Wᵀ + b: dW = Σₜ dyₜ xₜᵀ, db = Σₜ dyₜ."""
+    if not tape.is_data(input) or tape.is_data(weight) or tape.is_data(bias) or weight.dim() != 2:
+        raise NoRule
+    output = func(input, tape.value(weight), tape.value(bias))
+
+    def weights(dy: Tensor) -> Gradients:
+        # As under autocast, the input has the type of the output.
+        return Outer(tape.rows(dy, 1), tape.rows(input.detach().to(dy.dtype), 1))
+
+    def biases(dy: Tensor) -> Gradients:
+        return Dense(tape.rows(dy, 1).sum(1))
+
+    return tape.record("linear", output, [(weight, weights), (bias, biases)], input)
+
+
+@rule_for(functional.bilinear)
+def _bilinear(
+    tape: Tape, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None
+) -> Tensor:
+    """Y_o = Σ_ij x_i W_oij z_j + b_o: dW = Σₜ (dyₜ ⊗ xₜ) zₜᵀ."""
+    if tape.is_data(weight) or tape.is_data(bias) or tape.is_parameter(input1):
+        raise NoRule
+    if not tape.is_data(input1) or not tape.is_data(input2):
+        raise NoRule
+    output = func(input1, input2, tape.value(weight), tape.value(bias))
+
+    def weights(dy: Tensor) -> Gradients:
+        x, z = (tape.rows(value.detach().to(dy.dtype), 1) for value in (input1, input2))
+        pairs = tape.rows(dy, 1).unsqueeze(3) * x.unsqueeze(2)
+        return Outer(pairs.flatten(2), z, weight.shape)
+
+    def biases(dy: Tensor) -> Gradients:
+        return Dense(tape.rows(dy, 1).sum(1))
+
+    return tape.record("bilinear", output, [(weight, weights), (bias, biases)], input1, input2)
+
+
+@rule_for(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)
+def _matmul(tape: Tape, func: Any, left: Tensor, right: Tensor) -> Tensor:
+    del func
+    if tape.is_parameter(left):
+        return _matmul_left(tape, left, right)
+    # With the examples in front, a vector of each would be taken for a matrix.
+    if not tape.is_data(left) or tape.is_data(right) or left.dim() < 3 or right.dim() > 2:
+        raise NoRule
+    output = torch.matmul(left, tape.value(right))
+
+    def weights(dy: Tensor) -> Gradients:
+        x, dy = left.detach().to(dy.dtype), dy.unsqueeze(-1) if right.dim() == 1 else dy
+        return Outer(tape.rows(x, 1), tape.rows(dy, 1), right.shape)
+
+    return tape.record("matmul", output, [(right, weights)], left)
+
+
+def _matmul_left(tape: Tape, left: Tensor, right: Tensor) -> Tensor:
+    """Y = W x: dW = dy xᵀ."""
+    if not tape.is_data(right) or left.dim() != 2 or right.dim() < 3:
+        raise NoRule
+    output = torch.matmul(tape.value(left), right)
+
+    def weights(dy: Tensor) -> Gradients:
+        return Outer(tape.rows(dy.mT, 1), tape.rows(right.detach().to(dy.dtype).mT, 1))
+
+    return tape.record("matmul", output, [(left, weights)], right)
+
+
+@rule_for(torch.addmm, Tensor.addmm)
+def _addmm(
+    tape: Tape, func: Any, bias: Tensor, left: Tensor, right: Tensor, **scale: Any
+) -> Tensor:
+    """Y = b + x W."""
+    del func
+    plain = tape.is_data(left) and not tape.is_data(right) and not tape.is_data(bias)
+    if scale or not plain or bias.dim() != 1 or tape.is_parameter(left):
+        raise NoRule
+    output = functional.linear(left, tape.value(right).t(), tape.value(bias))
+
+    def weights(dy: Tensor) -> Gradients:
+        return Outer(tape.rows(left.detach().to(dy.dtype), 1), tape.rows(dy, 1))
+
+    def biases(dy: Tensor) -> Gradients:
+        summed = tape.rows(dy, 1).sum(1)
+        return Dense(summed.sum(1, keepdim=True) if bias.shape[0] == 1 else summed)
+
+    return tape.record("addmm", output, [(bias, biases), (right, weights)], left)
+
+
+@rule_for(torch.functional.einsum)
+def _einsum(tape: Tape, func: Any, equation: Any, *operands: Any) -> Tensor:
+    """One parameter among operands, each of whose letters occurs elsewhere too."""
+    values: list[Tensor] = list(operands[0] if isinstance(operands[0], (tuple, list)) else operands)
+    places = [i for i, value in enumerate(values) if tape.is_parameter(value)]
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(places) != 1:
+        raise NoRule
+    inputs, result = equation.replace(" ", "").split("->")
+    letters, place = inputs.split(","), places[0]
+    free = [x for x in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if x not in equation]
+    known = set(result).union(*[x for i, x in enumerate(letters) if i != place])
+    own, param = letters[place], values[place]
+    if not free or not set(own) <= known or any(len(set(x)) != len(x) for x in letters):
+        raise NoRule
+    example = free[0]
+    letters = [example + x if tape.is_data(v) else x for x, v in zip(letters, values, strict=True)]
+    others = [(x, v) for i, (x, v) in enumerate(zip(letters, values, strict=True)) if i != place]
+    output = func(
+        f"{','.join(letters)}->{example}{result}", *[tape.value(value) for value in values]
+    )
+
+    def gradients(dy: Tensor) -> Gradients:
+        terms = ",".join([example + result, *[x for x, _ in others]])
+        return Dense(
+            torch.einsum(f"{terms}->{example}{own}", dy, *[v.detach().to(dy) for _, v in others])
+        )
+
+    return tape.record("einsum", output, [(param, gradients)], *[v for _, v in others])

@@ -1,0 +1,605 @@
+"""A tape inside of vmap: which operations a loss uses its parameters in, with what, and what comes out.
+
+The loss is called on a batch of one row, under ``torch.func.vmap`` over rows. So a tensor of one
+example cannot meet one of another, whatever the loss does: that is not checked, it is how it runs.
+:class:`Tape` is the function mode inside of that vmap. Where a parameter takes part in an operation
+that has a rule, the tape leaves vmap, computes on the tensors of all rows with the parameter
+detached, and keeps input and output: each example's gradient follows from the input and the
+gradient of the output. Where there is no rule, that one use gets an expanded view of the parameter
+for each example, and autograd finds the gradients.
+
+Tensors come in three kinds. *Batched* ones have a row for each example. *Parameters* are leaves and
+whatever is computed of leaves and constants alone, such as a slice, a transpose, or a weight that an
+adapter was added to. All others are *constants*, the same for all examples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning.dpsgd.clipping._fence import Fence
+from opake_lightning.dpsgd.clipping._functions import (
+    INDEXING,
+    RANDOM,
+    VIEWS,
+    body_of,
+    is_basic,
+    name_of,
+    writes,
+)
+from opake_lightning.dpsgd.clipping._gradients import Gradients
+from opake_lightning.dpsgd.clipping._torch import outside
+from opake_lightning.errors import PrivacyError
+
+__all__ = ["Caution", "Computed", "Draws", "NoRule", "Retry", "Split", "Tape", "Use", "rule_for"]
+
+Rule = Callable[..., Any]
+# From torch function to rule, and to what looks at a call before anything else does.
+RULES: dict[Any, Rule] = {}
+CHECKS: dict[Any, Callable[..., Any]] = {}
+# Functions in other words, which have rules.
+BODIES: dict[Any, Callable[..., Any]] = {}
+# Functions whose rule is better than vmap's own way even where no parameter is in it.
+ROW_WISE: set[Any] = set()
+
+
+def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
+    """Make the decorated function the rule of ``funcs``; with ``row_wise`` also without parameters."""
+
+    def decorate(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(funcs, rule))
+        if row_wise:
+            ROW_WISE.update(funcs)
+        return rule
+
+    return decorate
+
+
+class NoRule(Exception):  # noqa: N818  (nothing is wrong: the use gets an expanded view)
+    """The rule does not cover this call."""
+
+
+class Split(BaseException):
+    """The loss asked for a Python value, and examples differ in it.
+
+    No ``Exception``: a loss that catches those must not catch this one.
+
+    Attributes:
+        values: One for each row, equal where rows may stay together.
+        place: Which function asked, and where.
+    """
+
+    def __init__(self, values: list[Any], place: str) -> None:
+        super().__init__(place)
+        self.values, self.place = values, place
+
+
+class Caution:
+    """How a pass runs; what a loss turns out to need is tried again with more of it."""
+
+    NONE = 0
+    #: Constants that the loss makes get memory of their own for each example, to be written to.
+    WIDE = 1
+    #: No rules either: the loss takes gradients of its own, or writes to what it computed.
+    NO_RULES = 2
+
+
+class Retry(BaseException):
+    """The pass has to run again with more caution."""
+
+    def __init__(self, caution: int) -> None:
+        super().__init__()
+        self.caution = caution
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows of a part within the batch it was split from.
+
+    Attributes:
+        whole: Number of rows of the batch.
+        rows: Which of them are in the part, an index tensor.
+    """
+
+    whole: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A parameter: a leaf, or a tensor computed of leaves and constants.
+
+    Attributes:
+        tensor: The tensor. Kept, so that no other gets its id.
+        leaves: Numbers of the leaves that it depends on.
+        isometric: Whether it holds elements of one leaf, each at most once.
+    """
+
+    tensor: Tensor
+    leaves: frozenset[int]
+    isometric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One operation with parameters in it.
+
+    Attributes:
+        name: Of the operation.
+        gradients: For each parameter in it, how to get the examples' gradients from the gradient
+            of the output.
+        inputs: Tensors that this needs, with the version each had.
+    """
+
+    name: str
+    gradients: tuple[tuple[Computed, Callable[[Tensor], Gradients]], ...]
+    inputs: tuple[tuple[Tensor, int], ...]
+
+
+class Tape(TorchFunctionMode):
+    """Sees every torch function of a loss; to be entered inside of the vmap over rows.
+
+    Args:
+        leaves: The parameters, each requiring a gradient.
+        size: Number of examples.
+        fence: What the loss may not write to.
+        caution: See :class:`Caution`.
+        draws: Set if this is a part of a batch: random numbers are those of its rows in the batch.
+        wide: A copy of each leaf for each example, as vmap hands it to the loss; needed where
+            tensors cannot be seen from inside of vmap.
+
+    Attributes:
+        uses: What was recorded; an entry is taken out when the gradient of its output arrives.
+        copies: Parameters that were expanded, with the expanded view, whose gradient has a row for
+            each example.
+        read: Where the loss got a Python value of the batch, "" if it did not.
+        failure: What vmap could not run, and where; "" if there was nothing.
+        refusal: Why the loss is refused, if something that caught exceptions has hidden it.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        size: int,
+        fence: Fence,
+        *,
+        caution: int = Caution.NONE,
+        draws: Draws | None = None,
+        wide: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.leaves, self.size, self.fence = list(leaves), size, fence
+        self.caution, self._draws, self._wide = caution, draws, wide
+        self.uses: list[Use | None] = []
+        self.counts = [0] * len(leaves)
+        self.kept_bytes = 0
+        self.copies: dict[int, tuple[Computed, Tensor]] = {}
+        self.anchors: dict[torch.device, Tensor] = {}
+        # Tensors of the batch that the loss wants gradients of; the backward pass goes there too.
+        self.tracked: list[Tensor] = []
+        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
+        self.found: Callable[[Use, Tensor], None] | None = None
+        self.read = self.failure = self.stale = ""
+        self.refusal: PrivacyError | None = None
+        self.level = 0
+        self._data: set[int] = set()
+        self._used: set[int] = set()
+        self.known: dict[int, Computed] = {
+            id(leaf): Computed(leaf, frozenset((number,)), isometric=True)
+            for number, leaf in enumerate(self.leaves)
+        }
+
+    def __enter__(self) -> Any:
+        """Start to watch."""
+        if not self.level and _torch.has_private_names():
+            self.level = _torch.level_now()
+        return super().__enter__()
+
+    # -- the mode -------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, seeing what goes in and comes out."""
+        del types
+        kwargs = kwargs or {}
+        if (check := CHECKS.get(func)) is not None:
+            answer = check(self, func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+        params: list[Tensor] = []
+        self._find(args, params)
+        if kwargs:
+            self._find(kwargs.values(), params)
+        if self._wide is not None:
+            return self._run(func, *self._with_copies(args, kwargs)) if params else self._run(
+                func, args, kwargs
+            )
+        if params:
+            return self._with_params(func, args, kwargs, params)
+        if func in ROW_WISE and _torch.level_now() == self.level and self.any_batched(args):
+            try:
+                return self.by_rule(RULES[func], func, args, kwargs)
+            except NoRule:
+                pass
+        if writes(func) or "out" in kwargs:
+            self._check_write(func, args, kwargs)
+        if self._draws is not None and func in RANDOM:
+            return self._drawn_as_before(func, args, kwargs)
+        out = self._run(func, args, kwargs)
+        return self._own_memory(out, args) if self.caution else out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not self.failure:
+                self.failure = f"{place_of(func)}: {str(error).splitlines()[0][:200]}"
+            raise
+
+    def _find(self, values: Iterable[Any], params: list[Tensor]) -> None:
+        known = self.known
+        for value in values:
+            if isinstance(value, Tensor):
+                if id(value) in known:
+                    params.append(value)
+            elif isinstance(value, (tuple, list)):
+                self._find(cast("Iterable[Any]", value), params)
+            elif isinstance(value, dict):
+                self._find(cast("dict[Any, Any]", value).values(), params)
+
+    def _with_params(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Tensor]
+    ) -> Any:
+        if writes(func) or "out" in kwargs:
+            self._check_write(func, args, kwargs)
+        inner = _torch.level_now() != self.level
+        if inner or self.caution >= Caution.NO_RULES or func in RANDOM:
+            return self._run(func, *self._with_copies(args, kwargs))
+        if not self.any_batched((args, kwargs)):
+            return self._compute(func, args, kwargs, params)
+        if (rule := RULES.get(func)) is not None:
+            try:
+                return self.by_rule(rule, func, args, kwargs)
+            except (NoRule, TypeError, IndexError, AttributeError):
+                pass  # arguments that the rule does not have; if they are wrong, torch says so
+        if (body := BODIES.get(func) or body_of(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        return self._run(func, *self._with_copies(args, kwargs))
+
+    # -- what tensors are -----------------------------------------------------------------------
+
+    def is_parameter(self, value: object) -> bool:
+        """Whether ``value`` is a leaf, or computed of leaves and constants."""
+        return id(value) in self.known
+
+    def is_data(self, value: object) -> bool:
+        """Whether ``value``, an argument of a rule, has a row for each example."""
+        return id(value) in self._data
+
+    def any_batched(self, values: Any) -> bool:
+        """Whether a tensor in ``values``, tuples, lists and dicts, has a row for each example."""
+        for value in values.values() if isinstance(values, dict) else values:
+            if isinstance(value, Tensor):
+                if _torch.physical_of(value, self.level) is not None:
+                    return True
+            elif isinstance(value, slice):
+                if self.any_batched((value.start, value.stop, value.step)):
+                    return True
+            elif isinstance(value, (tuple, list, dict)) and self.any_batched(value):
+                return True
+        return False
+
+    def wrapped(self, out: Any) -> Any:
+        """``out``, whose tensors have the examples first, as the loss is to see it."""
+        if isinstance(out, Tensor):
+            return _torch.add_batch_dim(out, 0, self.level)
+        if isinstance(out, (tuple, list)):
+            return type(out)(self.wrapped(item) for item in cast("Iterable[Any]", out))
+        return out
+
+    # -- rules ----------------------------------------------------------------------------------
+
+    def by_rule(self, rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``rule`` makes of the tensors behind ``args``, outside of vmap."""
+        data: set[int] = set()
+        kept: list[Tensor] = []
+
+        def physical(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                inner = _torch.physical_of(value, self.level)
+                if inner is None:
+                    return value
+                data.add(id(inner))
+                kept.append(inner)
+                return inner
+            if isinstance(value, (tuple, list)):
+                return type(value)([physical(item) for item in cast("Iterable[Any]", value)])
+            return value
+
+        with outside():
+            args = [physical(arg) for arg in args]
+            kwargs = {name: physical(value) for name, value in kwargs.items()}
+            before, self._data = self._data, data
+            try:
+                out = rule(self, func, *args, **kwargs)
+            finally:
+                self._data = before
+        return self.wrapped(out)
+
+    def value(self, param: Any) -> Any:
+        """``param`` without its graph if it is a parameter, else itself."""
+        return param.detach() if id(param) in self.known else param
+
+    def rows(self, value: Tensor, keep: int) -> Tensor:
+        """Shape [size, T, last ``keep`` dimensions], T all places of an example."""
+        end = value.dim() - keep
+        places = value.shape[:end].numel() // self.size
+        return value.reshape(self.size, places, *value.shape[end:])
+
+    def own(self, value: Any) -> Tensor:
+        """A tensor, inside of a rule, with a row for each example, whatever it is."""
+        if id(value) in self._data:
+            return value
+        if id(value) in self.known and torch.is_grad_enabled():
+            return self._copy_of(value)
+        return value.expand(self.size, *value.shape)
+
+    def record(
+        self,
+        name: str,
+        output: Tensor,
+        gradients: Sequence[tuple[Any, Callable[[Tensor], Gradients]]],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """Keep a use and return the output to go on with.
+
+        Args:
+            name: Of the operation.
+            output: What it returned, from detached parameters.
+            gradients: Pairs of an argument and the function that makes its examples' gradients
+                from that of ``output``. Arguments that are not parameters are left out.
+            inputs: Tensors that the functions use.
+        """
+        known = self.known
+        taken = tuple([(known[id(p)], f) for p, f in gradients if id(p) in known])
+        if not taken or not torch.is_grad_enabled():
+            return output
+        if output._is_view():
+            # A view that is written to (an in-place ReLU) would leave its place in the graph.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        for computed, _ in taken:
+            self._used.add(id(computed.tensor))
+            for number in computed.leaves:
+                self.counts[number] += 1
+        self.kept_bytes += sum([value.nbytes for value in inputs])
+        index = len(self.uses)
+        self.uses.append(Use(name, taken, tuple([(value, value._version) for value in inputs])))
+        if output.requires_grad:
+            output.register_hook(partial(self._arrived, index))
+            return output
+        return cast("Tensor", _Tap.apply(output, self._anchor(output.device), self, index))
+
+    def _arrived(self, index: int, gradient: Tensor) -> None:
+        """Hand over the gradient of the output of a use, once, and let go of what it kept."""
+        use, self.uses[index] = self.uses[index], None
+        if self.found is None or use is None:
+            return
+        if any([value._version != version for value, version in use.inputs]):
+            self.stale = use.name
+            return
+        self.found(use, gradient.detach())
+
+    def close(self) -> None:
+        """Let go of everything: what holds the tape is held by it, too."""
+        self.found = None
+        self.uses.clear()
+        self.known.clear()
+        self.copies.clear()
+        self.packed.clear()
+
+    def _anchor(self, device: torch.device) -> Tensor:
+        """A leaf that every use leads to, so that the backward pass comes through all of them."""
+        if device not in self.anchors:
+            self.anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self.anchors[device]
+
+    # -- uses without a rule ----------------------------------------------------------------------
+
+    def _with_copies(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with a copy for each example in place of every parameter."""
+
+        def copy(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return self.copy_for_each(value) if id(value) in self.known else value
+            if isinstance(value, (tuple, list)):
+                return type(value)([copy(item) for item in cast("Iterable[Any]", value)])
+            return value
+
+        return tuple([copy(a) for a in args]), {name: copy(a) for name, a in kwargs.items()}
+
+    def copy_for_each(self, param: Tensor) -> Tensor:
+        """An expanded view of ``param``, a row for each example, as the loss is to see it."""
+        if self._wide is not None:
+            (number,) = self.known[id(param)].leaves
+            return self._wide[number]
+        if not torch.is_grad_enabled():
+            return param
+        # Outside of all levels, those of the loss's own transforms too: so its gradient is that of
+        # the whole loss, as any leaf's.
+        with outside():
+            wide = self._copy_of(param)
+        return _torch.add_batch_dim(wide, 0, self.level)
+
+    def _copy_of(self, param: Tensor) -> Tensor:
+        if id(param) not in self.copies:
+            computed = self.known[id(param)]
+            wide = param.detach().expand(self.size, *param.shape).requires_grad_()
+            self.copies[id(param)] = computed, wide
+            self._used.add(id(param))
+            for number in computed.leaves:
+                self.counts[number] += 1
+            self.kept_bytes += wide.numel() * wide.element_size()
+        return self.copies[id(param)][1]
+
+    # -- what is computed of parameters and constants ---------------------------------------------
+
+    def _compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Tensor]
+    ) -> Any:
+        """An operation of parameters and constants: its result is a parameter, too."""
+        known = [self.known[id(p)] for p in params]
+        if writes(func) and args[0] is params[0] and id(args[0]) in self._used:
+            # What was recorded of it has another value from here on.
+            raise Retry(Caution.NO_RULES)
+        out = self._run(func, args, kwargs)
+        leaves = frozenset[int]().union(*[k.leaves for k in known])
+        isometric = func in VIEWS or (func in INDEXING and is_basic(args[1]))
+        isometric = isometric and len(leaves) == 1 and all(k.isometric for k in known)
+        for value in (out,) if isinstance(out, Tensor) else _tensors(out):
+            if value.is_complex():
+                raise Retry(Caution.NO_RULES)
+            if value.requires_grad and (id(value) not in self.known or writes(func)):
+                self.known[id(value)] = Computed(value, leaves, isometric)
+        return out
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _check_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See to it that nothing of an example is written to what all examples share.
+
+        A guarantee depends on it: what a loss saw must not outlive the call, nor reach another
+        example. vmap refuses such a write as well, but not in words, and not of every function.
+        """
+        target = kwargs.get("out", args[0] if args else None)
+        targets = [target] if isinstance(target, Tensor) else _tensors(target)
+        for tensor in targets:
+            if _torch.physical_of(tensor, self.level) is not None:
+                continue
+            if id(tensor) in self.known and tensor.is_leaf:
+                raise self.refuse(
+                    f"the loss writes to the parameter {self.fence.name_of(tensor)} by "
+                    f"{place_of(func)}; only the released gradient may change it"
+                )
+            if func in RANDOM or self.any_batched((args[1:], kwargs)):
+                self._refuse_write(func, tensor)
+            self.fence.keep(tensor)
+
+    def _refuse_write(self, func: Any, tensor: Tensor) -> None:
+        if self.caution < Caution.WIDE and not self.fence.owns(tensor):
+            # Made by the loss, as far as can be seen: let each example have its own.
+            raise Retry(Caution.WIDE)
+        if self.caution < Caution.NO_RULES and id(tensor) in self.known:
+            raise Retry(Caution.NO_RULES)
+        raise self.refuse(
+            f"the loss writes what an example says into {self.fence.name_of(tensor)}, which "
+            f"outlives it, by {place_of(func)}; drop that, compute it on public data, or return it "
+            "as an auxiliary output"
+        )
+
+    def refuse(self, why: str) -> PrivacyError:
+        """The exception to raise; it comes through even if the loss catches it."""
+        self.refusal = self.refusal or PrivacyError(why)
+        return self.refusal
+
+    def _own_memory(self, out: Any, args: tuple[Any, ...]) -> Any:
+        """With caution: a constant that was made just now, as memory that each example may write to."""
+        if not isinstance(out, Tensor) or out.requires_grad or id(out) in self.known:
+            return out
+        if _torch.physical_of(out, self.level) is not None or _torch.level_now() != self.level:
+            return out
+        where = out.untyped_storage().data_ptr()
+        if any(a.untyped_storage().data_ptr() == where for a in _tensors(args)) and out.numel():
+            return out
+        with outside():
+            return _torch.add_batch_dim(out.expand(self.size, *out.shape).clone(), 0, self.level)
+
+    # -- random numbers ---------------------------------------------------------------------------
+
+    def _drawn_as_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` draws for the rows of a part: what it drew for them in the whole batch.
+
+        Otherwise a part whose rows agreed on a random value would draw another one, and a loss that
+        branches on it would take the rarer way too seldom.
+        """
+        assert self._draws is not None
+        whole, rows = self._draws.whole, self._draws.rows
+
+        def spread(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            inner = _torch.physical_of(value, self.level)
+            if inner is None:
+                return value
+            room = inner.new_zeros(whole, *inner.shape[1:])
+            return room.index_copy(0, rows.to(inner.device), inner)
+
+        with outside():
+            leaves, treespec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+            spreads = [spread(leaf) for leaf in leaves]
+            places = [i for i, (a, b) in enumerate(zip(leaves, spreads, strict=True)) if a is not b]
+
+            def one(_: Tensor, *examples: Tensor) -> Any:
+                filled = list(spreads)
+                for place, example in zip(places, examples, strict=True):
+                    filled[place] = example
+                args, kwargs = cast("Any", optree.tree_unflatten(treespec, filled))
+                return func(*args, **kwargs)
+
+            number = torch.arange(whole)
+            each = torch.func.vmap(one, randomness="different")(number, *[spreads[i] for i in places])
+            out = self.wrapped(each[rows.to(each.device)])
+        return args[0].copy_(out) if writes(func) else out
+
+
+class _Tap(torch.autograd.Function):
+    """Passes on a tensor that nothing else gives a graph to, and tells of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, tape: Tape, index: int) -> Tensor:
+        """The very tensor: what comes next may write to it."""
+        del anchor
+        ctx.tape, ctx.index = tape, index
+        if not value._is_view():
+            ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Hand over the gradient."""
+        ctx.tape._arrived(ctx.index, gradients[0])
+        return gradients[0], None, None, None
+
+
+def place_of(func: Any) -> str:
+    """A function, and the line of the user's code that called it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "opake_lightning", "optree", "contextlib"):
+            return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        frame = cast("Any", frame.f_back)
+    return name_of(func)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [item for item in cast("Iterable[Any]", value) if isinstance(item, Tensor)]
