@@ -1,34 +1,35 @@
-"""What a model case is, and the brute-force truth that engines are held against."""
+"""What a model case is, and the brute-force truth that the engine is held against."""
 
 from __future__ import annotations
 
-import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import optree
+import pytest
 import torch
 from torch import Tensor, nn
 
-from opake_lightning.dpsgd.clipping import clipped_grad
-from tests.helpers import example_gradients, norm_of, trainable
-
-# exact: the one-pass engine does it itself, without falling back.
-# falls back: it must notice that it cannot, and leave the step to another engine.
-# either: it may do either, so long as the result is right.
-# refused: there is no right result, so every engine must raise.
-Expects = Literal["exact", "falls back", "either", "refused"]
+from opake_lightning.dpsgd.clipping import ClipState, _clip, clipped_grad
+from tests.helpers import norm_of, rows_of, trainable
 
 B = 4
 BOTH = (torch.float32, torch.float64)
+DOUBLE = (torch.float64,)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+# Of a case whose rows all run one at a time.
+ALONE: dict[str, Any] = {"passes": 0, "alone": B}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters, a loss of (params, batch) with one value per row, and a batch."""
+    """Parameters, a loss of (params, batch) that is one number for a batch of one row, and a batch.
+
+    Parameters that require a gradient are a module's own, and the loss may find them there.
+    """
 
     params: dict[str, Any]
     loss_fn: Callable[[dict[str, Tensor], Any], Tensor]
@@ -45,29 +46,38 @@ class Spec:
 
     Attributes:
         make: The case in a given dtype.
-        expects: What the one-pass engine has to do.
-        vmap: What the general engine says where it cannot do the case; None where it can. Who
-            falls back on it may then refuse, or go another way, but never be wrong.
-        mixes: The loss of a row depends on the other rows of the batch.
+        passes: How many vectorised passes the whole batch takes as one microbatch.
+        alone: How many of its rows run one at a time.
+        caution: With how much caution passes begin in the end; see ``ClipState``.
+        refused: What the refusal says; "" if there is a right result.
+        mixes: On the whole batch the loss is another one, or none per row. The truth is the loop
+            over rows of one all the same, by definition.
         dtypes: The dtypes that the case exists in.
+        unused: Some parameter gets no gradient from any row, which is said.
+        beyond_vmap: Rows may run one at a time where vmap's own way is all there is: without rules,
+            or without torch's private names.
     """
 
     make: Callable[[torch.dtype], Case]
-    expects: Expects = "exact"
-    vmap: str | dict[torch.dtype, str] | None = None
+    passes: int = 1
+    alone: int = 0
+    caution: int = 0
+    refused: str = ""
     mixes: bool = False
     dtypes: tuple[torch.dtype, ...] = BOTH
+    unused: bool = False
+    beyond_vmap: bool = False
 
-    def beyond_vmap(self, dtype: torch.dtype) -> str | None:
-        return self.vmap.get(dtype) if isinstance(self.vmap, dict) else self.vmap
+
+Make = Callable[[torch.dtype], Case]
 
 
-def registry(cases: dict[str, Spec]) -> Callable[..., Any]:
+def registry(cases: dict[str, Spec]) -> Callable[..., Callable[[Make], Make]]:
     """A decorator that files a factory under its name, dashes for underscores."""
 
-    def case(expects: Expects = "exact", **known: Any) -> Callable[..., Any]:
-        def file(make: Callable[[torch.dtype], Case]) -> Callable[[torch.dtype], Case]:
-            cases[make.__name__.strip("_").replace("_", "-")] = Spec(make, expects, **known)
+    def case(**known: Any) -> Callable[[Make], Make]:
+        def file(make: Make) -> Make:
+            cases[make.__name__.strip("_").replace("_", "-")] = Spec(make, **known)
             return make
 
         return file
@@ -91,16 +101,39 @@ def of_module(
     module: nn.Module,
     *inputs: Tensor,
     dtype: torch.dtype,
-    loss: Callable[[Tensor], Tensor] = reduced,
+    loss: Callable[[Any], Tensor] = reduced,
+    own: bool = False,
+    **options: Any,
 ) -> Case:
-    """The case of a module that is called with ``inputs``, floating-point ones cast."""
+    """The case of a module that is called with ``inputs``, floating-point ones cast.
+
+    Args:
+        module: Called by ``torch.func.functional_call``, or as it is with ``own``: then the loss
+            uses the module's parameters as whatever it is that holds them.
+        inputs: The batch.
+        dtype: Of module and inputs.
+        loss: From the module's output to the loss.
+        own: See ``module``.
+        options: Keyword arguments of the call, the same for all rows.
+    """
     module = module.to(dtype)
     batch = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
     def loss_fn(params: dict[str, Tensor], batch: Any) -> Tensor:
-        return loss(torch.func.functional_call(module, params, batch))
+        return loss(torch.func.functional_call(module, params, batch, options))
 
-    return Case(trainable(module), loss_fn, batch)
+    def own_loss(params: dict[str, Tensor], batch: Any) -> Tensor:
+        del params
+        return loss(module(*batch, **options))
+
+    if not own:
+        return Case(trainable(module), loss_fn, batch)
+    return Case(own_parameters(module), own_loss, batch)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The module's trainable parameters themselves."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def normal(dtype: torch.dtype, /, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -135,7 +168,18 @@ class Truth:
 
 
 def truth_of(case: Case) -> Truth:
-    return Truth(example_gradients(case.loss_fn, case.params, case.batch))
+    leaves, treespec = optree.tree_flatten(case.params)
+    leaves = [leaf if leaf.requires_grad else leaf.clone().requires_grad_() for leaf in leaves]
+    params = optree.tree_unflatten(treespec, leaves)
+    gradients = []
+    for i in range(case.size):
+        loss = case.loss_fn(params, rows_of(case.batch, i, i + 1))
+        assert loss.shape in ((), (1,))
+        found = torch.autograd.grad(
+            loss.sum(), leaves, allow_unused=True, materialize_grads=True
+        )
+        gradients.append([g.to_dense() if g.is_sparse else g for g in found])
+    return Truth(gradients)
 
 
 def error_of(got: Any, want: list[Tensor]) -> float:
@@ -148,16 +192,47 @@ def error_of(got: Any, want: list[Tensor]) -> float:
     )
 
 
-# -- engines --------------------------------------------------------------------------------------
+# -- the engine -----------------------------------------------------------------------------------
 
 
-def has_engines() -> bool:
-    return "engine" in inspect.signature(clipped_grad).parameters
+def clipped(case: Case, bound: float, *, caution: int = 0, **options: Any) -> Any:
+    """What ``clipped_grad`` returns for the case's batch, and the state after it."""
+    grad_fn, _ = clipped_grad(case.loss_fn, clipping_norm=bound, **options)
+    return grad_fn(case.params, case.batch, state=ClipState(caution=caution))
 
 
-def clipped(case: Case, bound: float, *, engine: str = "vmap", **options: Any) -> Any:
-    """What ``clipped_grad`` returns for the case's batch by the given engine."""
-    if has_engines():
-        options["engine"] = engine
-    grad_fn, state = clipped_grad(case.loss_fn, clipping_norm=bound, **options)
-    return grad_fn(case.params, case.batch, state=state)[0]
+@dataclass
+class Count:
+    """How a loss was run.
+
+    Attributes:
+        passes: Vectorised passes that came to an end.
+        alone: Rows that ran one at a time.
+        tries: Passes that began, those included that were split, or begun again with more caution.
+    """
+
+    passes: int = 0
+    alone: int = 0
+    tries: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Count]:
+    """Count passes while inside."""
+    count = Count()
+    run_pass, run_alone = _clip.run_pass, _clip.run_alone
+
+    def counted_pass(*args: Any, **kwargs: Any) -> Any:
+        count.tries += 1
+        found = run_pass(*args, **kwargs)
+        count.passes += 1
+        return found
+
+    def counted_alone(*args: Any, **kwargs: Any) -> Any:
+        count.alone += 1
+        return run_alone(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_clip, "run_pass", counted_pass)
+        patch.setattr(_clip, "run_alone", counted_alone)
+        yield count

@@ -136,17 +136,17 @@ class _TimeFirst(nn.Module):
         return self.leave(x).transpose(0, 1)
 
 
-@case("falls back")
+@case()
 def time_first(dtype):
     return of_module(_TimeFirst(5), torch.randn(B, 5, 3), dtype=dtype)
 
 
-@case("falls back")
+@case()
 def time_first_a_multiple_of_the_batch(dtype):
     return of_module(_TimeFirst(2 * B), torch.randn(B, 2 * B, 3), dtype=dtype)
 
 
-@case("falls back")
+@case()
 def time_first_as_long_as_the_batch(dtype):
     return of_module(_TimeFirst(B), torch.randn(B, B, 3), dtype=dtype)
 
@@ -163,12 +163,12 @@ class _TimeFirstLinear(nn.Module):
         return self.second(self.first(x).tanh()).transpose(0, 1)
 
 
-@case("falls back")
+@case()
 def time_first_linear_as_long_as_the_batch(dtype):
     return of_module(_TimeFirstLinear(), torch.randn(B, B, 3), dtype=dtype)
 
 
-@case("falls back")
+@case()
 def time_first_linear(dtype):
     return of_module(_TimeFirstLinear(), torch.randn(B, 6, 3), dtype=dtype)
 
@@ -210,7 +210,7 @@ def encoder_layer_in_eval_mode(dtype):
     return of_module(layer, torch.randn(B, 5, D), dtype=dtype)
 
 
-@case("falls back")
+@case()
 def encoder_layer_time_first(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:

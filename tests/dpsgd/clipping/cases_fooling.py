@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.dpsgd.clipping.case import B, Case, Spec, normal, of_module, reduced, registry
+from tests.dpsgd.clipping.case import ALONE, B, Case, Spec, normal, of_module, reduced, registry
 from tests.helpers import trainable
 
 CASES: dict[str, Spec] = {}
@@ -158,12 +158,12 @@ def _custom(function: Any, dtype: torch.dtype) -> Case:
     )
 
 
-@case("falls back")
+@case()
 def autograd_function(dtype):
     return _custom(_Scaled, dtype)
 
 
-@case("falls back", vmap="setup_context")
+@case(**ALONE)
 def autograd_function_without_setup_context(dtype):
     return _custom(_ScaledTheOldWay, dtype)
 
@@ -178,36 +178,33 @@ class _Recurrent(nn.Module):
         return self.out(self.layer(self.embed(x))[0])
 
 
-_STATE_WITHOUT_ROWS = "doesn't match the broadcast shape"
-
-
-@case("falls back", vmap=_STATE_WITHOUT_ROWS)
+@case(beyond_vmap=True)
 def gru(dtype):
     net = _Recurrent(nn.GRU(4, 5, batch_first=True))
     return of_module(net, torch.randn(B, 6, 3), dtype=dtype)
 
 
 # In float32 torch has a kernel for the whole layer, which vmap runs row by row.
-@case("falls back", vmap={torch.float64: _STATE_WITHOUT_ROWS})
+@case(beyond_vmap=True)
 def lstm_of_two_layers(dtype):
     net = _Recurrent(nn.LSTM(4, 5, num_layers=2, batch_first=True))
     return of_module(net, torch.randn(B, 6, 3), dtype=dtype)
 
 
-@case("falls back", vmap=_STATE_WITHOUT_ROWS)
+@case(beyond_vmap=True)
 def rnn(dtype):
     net = _Recurrent(nn.RNN(4, 5, batch_first=True, nonlinearity="relu"))
     return of_module(net, torch.randn(B, 6, 3), dtype=dtype)
 
 
-@case("falls back", vmap=_STATE_WITHOUT_ROWS)
+@case(beyond_vmap=True)
 def gru_alone(dtype):
     # Nothing that the recorder knows: no parameter is seen at all.
     net = nn.GRU(3, 4, batch_first=True, bidirectional=True)
     return of_module(net, torch.randn(B, 5, 3), dtype=dtype, loss=lambda out: reduced(out[0]))
 
 
-@case("falls back")
+@case(beyond_vmap=True)
 def gru_with_its_state_given(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +217,7 @@ def gru_with_its_state_given(dtype):
     return of_module(Net(), torch.randn(B, 6, 3), dtype=dtype)
 
 
-@case("either")
+@case()
 def gru_cell(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +254,7 @@ def lstm_unrolled(dtype):
 # -- rows that depend on one another --------------------------------------------------------------
 
 
-@case("falls back", mixes=True)
+@case(mixes=True)
 def normalised_over_the_batch(dtype):
     params = normal(dtype, w=(4, 6))
 
@@ -268,7 +265,7 @@ def normalised_over_the_batch(dtype):
     return Case(params, loss_fn, torch.randn(B, 6, dtype=dtype))
 
 
-@case("falls back", mixes=True)
+@case(mixes=True)
 def contrast_within_the_batch(dtype):
     params = normal(dtype, w=(4, 6))
 
@@ -291,7 +288,7 @@ def neighbour_in_the_batch(dtype):
     return Case(params, loss_fn, torch.randn(B, 6, dtype=dtype))
 
 
-@case("falls back", mixes=True)
+@case(mixes=True)
 def mean_over_the_batch(dtype):
     # Not one loss per row, but the sum is the same; a mean as a number is refused elsewhere.
     params = normal(dtype, w=(4, 6))
@@ -302,7 +299,7 @@ def mean_over_the_batch(dtype):
     return Case(params, loss_fn, torch.randn(B, 6, dtype=dtype))
 
 
-@case("refused", vmap="in-place", mixes=True)
+@case(refused="writes what an example says", mixes=True)
 def buffer_written_in_forward(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -317,7 +314,7 @@ def buffer_written_in_forward(dtype):
     return of_module(Net(), torch.randn(B, 5), dtype=dtype)
 
 
-@case("either", vmap="in-place")
+@case()
 def counter_in_forward(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -332,7 +329,7 @@ def counter_in_forward(dtype):
     return of_module(Net(), torch.randn(B, 5), dtype=dtype)
 
 
-@case("falls back", vmap="data-dependent", mixes=True)
+@case(mixes=True, passes=2, beyond_vmap=True)
 def branch_on_values(dtype):
     params = normal(dtype, w=(4, 6))
 
@@ -345,7 +342,7 @@ def branch_on_values(dtype):
     return Case(params, loss_fn, x)
 
 
-@case("falls back", vmap="dynamic shape")
+@case(**ALONE)
 def tokens_picked_by_a_mask(dtype):
     params = normal(dtype, w=(4, 6))
 
@@ -359,7 +356,7 @@ def tokens_picked_by_a_mask(dtype):
     return Case(params, loss_fn, (torch.randn(B, 5, 6, dtype=dtype), kept))
 
 
-@case("falls back", vmap="dynamic shape")
+@case(**ALONE)
 def as_many_picked_tokens_as_rows(dtype):
     # The size of what is recorded says B, but they are not one token of each row.
     picked = CASES["tokens-picked-by-a-mask"].make(dtype)
@@ -368,7 +365,7 @@ def as_many_picked_tokens_as_rows(dtype):
     return Case(picked.params, picked.loss_fn, (picked.batch[0], kept))
 
 
-@case("falls back")
+@case()
 def rows_sorted_by_length(dtype):
     # As packed sequences are made: the second layer sees the rows in another order than the first.
     params = normal(dtype, first=(4, 5), second=(3, 4))
@@ -383,7 +380,7 @@ def rows_sorted_by_length(dtype):
     return Case(params, loss_fn, (x, torch.tensor([2, 5, 3, 4])))
 
 
-@case("falls back")
+@case()
 def rows_flattened_with_pairs(dtype):
     # Two views of every row, all first views before all second ones.
     net = nn.Linear(5, 3).to(dtype)

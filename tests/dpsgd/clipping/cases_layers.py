@@ -109,12 +109,12 @@ def one_output_squeezed(dtype):
     )
 
 
-@case("either")
+@case()
 def bilinear(dtype):
     return of_module(nn.Bilinear(3, 4, 5), torch.randn(B, 3), torch.randn(B, 4), dtype=dtype)
 
 
-@case("either")
+@case()
 def prelu(dtype):
     net = nn.Sequential(nn.Linear(6, 5), nn.PReLU(5), nn.Linear(5, 3), nn.PReLU())
     return of_module(net, torch.randn(B, 6), dtype=dtype)
@@ -311,13 +311,13 @@ def embedding_unbatched_ids_as_many_as_rows(dtype):
     return of_module(_UnbatchedPositions(), _ids(B, B), dtype=dtype)
 
 
-@case("either")
+@case()
 def embedding_scale_grad_by_freq(dtype):
     # Divided by how often an id occurs in its own row, not in the batch.
     return of_module(nn.Embedding(5, 4, scale_grad_by_freq=True), _ids(B, 9, below=5), dtype=dtype)
 
 
-@case(vmap="Sparse")
+@case(beyond_vmap=True)
 def embedding_sparse(dtype):
     return of_module(nn.Embedding(7, 4, sparse=True), _ids(B, 5), dtype=dtype)
 
@@ -334,7 +334,7 @@ def embedding_bag_mean_with_padding(dtype):
     return of_module(bag, ids, dtype=dtype)
 
 
-@case("either")
+@case()
 def embedding_bag_max(dtype):
     return of_module(nn.EmbeddingBag(7, 4, mode="max"), _ids(B, 5), dtype=dtype)
 
@@ -351,7 +351,7 @@ def embedding_bag_weighted(dtype):
     return Case(trainable(net), loss_fn, (_ids(B, 5), torch.rand(B, 5, dtype=dtype)))
 
 
-@case("either")
+@case()
 def embedding_bag_offsets(dtype):
     net = nn.EmbeddingBag(7, 4, mode="mean").to(dtype)
 

@@ -93,7 +93,7 @@ def tied_embedding_and_head(dtype):
     return tied
 
 
-@case()
+@case(unused=True)
 def unused_and_frozen(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def unused_and_frozen(dtype):
     return of_module(Net(), torch.randn(B, 5), dtype=dtype)
 
 
-@case()
+@case(unused=True)
 def output_that_the_loss_leaves_out(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +257,7 @@ def frames_folded_into_the_batch(dtype):
     return of_module(Net(), torch.randn(B, 3, 2, 5, 5), dtype=dtype)
 
 
-@case("falls back")
+@case()
 def frames_first(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -271,7 +271,7 @@ def frames_first(dtype):
     return of_module(Net(), torch.randn(B, 3, 2, 5, 5), dtype=dtype)
 
 
-@case("refused", vmap="inplace")
+@case(refused="modified by an inplace operation")
 def input_overwritten_after_its_use(dtype):
     # Autograd refuses it; whoever keeps the input himself must not use what it has become.
     params = normal(dtype, w=(5, 5), v=(3, 5))

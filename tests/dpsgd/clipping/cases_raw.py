@@ -291,7 +291,7 @@ class _Checkpointed(nn.Module):
         return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
 
 
-@case(vmap="saved tensor hooks")
+@case()
 def checkpointed(dtype):
     return of_module(_Checkpointed(), torch.randn(B, 3, 5), dtype=dtype)
 
@@ -310,7 +310,7 @@ def detached_branch(dtype):
     return of_module(Net(), torch.randn(B, 3, 5), dtype=dtype)
 
 
-@case()
+@case(unused=True)
 def part_without_gradient(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
