@@ -56,10 +56,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opake_lightning._tree import layout_of, pack, unpack
-from opake_lightning.types import SecondMomentClippedPytree
+from opake_lightning._tree import layouts_of_sum, pack, unpack
+from opake_lightning.types import ClippedPytree, SecondMomentClippedPytree
 
-__all__ = ["noise_stddevs", "projected_square", "square_sensitivity"]
+__all__ = ["noise_stddevs", "projected_square", "square_sensitivity", "squares_of"]
 
 _NORM_BLOCK = 1 << 22
 
@@ -108,12 +108,37 @@ def noise_stddevs(
     )
 
 
-def projected_square(tree: Any, radius: float) -> Any:
-    """Elementwise square of ``tree``, projected to norm ``radius``; in new memory."""
-    layout = layout_of(tree)
+def squares_of(grads: SecondMomentClippedPytree, *, inplace: bool) -> tuple[ClippedPytree, bool]:
+    """The squares that are to be released, and whether their memory may be written to.
+
+    That of the aggregate is that of what is given, so that has to be the sum over all ranks.
+    """
+    if grads.square is not None:
+        return grads.square, inplace
+    assert grads.projection_radius is not None  # the pair has checked it
+    total, radius = grads.gradient, grads.projection_radius
+    return ClippedPytree(
+        projected_square(total.pytree, radius, total.dtypes),
+        square_sensitivity(total.sensitivity, radius),
+        dtypes=total.dtypes,
+    ), True
+
+
+def projected_square(
+    tree: Any, radius: float, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Any:
+    """Elementwise square of ``tree``, projected to norm ``radius``; in new memory.
+
+    With ``dtypes``, those that the square is released in, it is in float64: rounded before it has
+    its noise, it could move by more than its bound.
+    """
+    layout, _ = layouts_of_sum(tree, dtypes)
     flats = pack(tree, layout)
     factor = _shrinking(flats, radius)
-    return unpack([(flat * factor.to(flat.device)).square_() for flat in flats], layout)
+    squares = layout.empty()
+    for flat, square in zip(flats, squares, strict=True):
+        torch.mul(flat, factor.to(flat.device), out=square).square_()
+    return unpack(squares, layout)
 
 
 def _shrinking(flats: list[Tensor], radius: float) -> Tensor:

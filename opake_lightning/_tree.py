@@ -5,14 +5,18 @@ Public functions take and return pytrees; below them the leaves are views into o
 already are such views, and builds it by copying otherwise; so a whole model is one kernel, one
 random draw, one reduction, and nothing depends on how a tree came about.
 
-Flat tensors are float32, or float64 for float64 leaves: sums, norms, noise and optimizer state are
-never kept in a narrower type, whatever type the parameters have.
+Flat tensors are float32, or float64 for float64 leaves: norms, noise and optimizer state are never
+kept in a narrower type, whatever type the parameters have.
+
+A sum over examples is wider still. It is float64 until it has its noise, in the same groups and
+order as what it is rounded to then (:func:`layouts_of_sum`): each flat tensor that is released has
+one flat tensor of float64 behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -30,11 +34,14 @@ __all__ = [
     "Scattered",
     "bases",
     "flatten",
+    "in_float64",
     "layout_of",
+    "layouts_of_sum",
     "leaves_with_paths",
     "pack",
     "packed",
     "readable",
+    "room_for",
     "seat",
     "unpack",
     "wide",
@@ -126,6 +133,48 @@ def layout_of(tree: Any) -> Layout:
         TypeError: If a leaf is not a real floating-point tensor.
     """
     return flatten(tree)[1]
+
+
+def layouts_of_sum(
+    tree: Any, dtypes: tuple[torch.dtype, ...] | None = None
+) -> tuple[Layout, Layout]:
+    """How a sum is kept until it has its noise, and how it is released.
+
+    Args:
+        tree: The sum.
+        dtypes: What each leaf is released in, in leaf order; the sum is then kept in float64.
+            None releases it as it is.
+
+    Raises:
+        TypeError: If a leaf is not a real floating-point tensor, or is to be released as another.
+        ValueError: If there are more or fewer ``dtypes`` than leaves.
+    """
+    leaves, layout = flatten(tree)
+    if dtypes is None:
+        return layout, layout
+    if len(dtypes) != len(leaves):
+        raise ValueError(f"{len(leaves)} leaves need as many dtypes, got {dtypes}")
+    if not all(dtype.is_floating_point for dtype in set(dtypes)):
+        raise TypeError(f"a gradient is released in real floating-point types, not {dtypes}")
+    kinds = tuple([(dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True)])
+    released = _layout(layout.treespec, layout.shapes, kinds)
+    return in_float64(released), released
+
+
+@lru_cache(maxsize=64)
+def in_float64(layout: Layout) -> Layout:
+    """The layout of sums that are rounded to ``layout``: the same groups, all in float64."""
+    groups = [
+        replace(
+            group,
+            dtype=torch.float64,
+            starts=tuple(
+                [start // group.dtype.itemsize * torch.float64.itemsize for start in group.starts]
+            ),
+        )
+        for group in layout.groups
+    ]
+    return replace(layout, groups=tuple(groups), wide=True)
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Layout]:
@@ -264,9 +313,27 @@ def seat(tree: Any) -> None:
                 leaf.data = flat.narrow(0, offset, leaf.numel()).view(leaf.shape)
 
 
-def unpack(flats: Sequence[Tensor], layout: Layout) -> Any:
-    """The tree whose leaves are views into ``flats``."""
-    return optree.tree_unflatten(layout.treespec, layout.views(flats))
+def room_for(flats: Sequence[Tensor], layout: Layout, *, inplace: bool) -> list[Tensor]:
+    """Flat tensors of ``layout`` to round ``flats`` to: new ones, of any content.
+
+    With ``inplace``, those of ``flats`` themselves that have the type already.
+    """
+    return [
+        flat
+        if inplace and flat.dtype == group.dtype
+        else _pool.empty(group.total, group.dtype, group.device)
+        for flat, group in zip(flats, layout.groups, strict=True)
+    ]
+
+
+def unpack(
+    flats: Sequence[Tensor], layout: Layout, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Any:
+    """The tree whose leaves are views into ``flats``; copies where ``dtypes`` are narrower."""
+    leaves = layout.views(flats)
+    if dtypes is not None and any(wide(dtype) != dtype for dtype in set(dtypes)):
+        leaves = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    return optree.tree_unflatten(layout.treespec, leaves)
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Tensor]]:

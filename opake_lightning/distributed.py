@@ -7,13 +7,15 @@ one device and on many.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from opake_lightning._tree import layout_of, pack, unpack
+from opake_lightning._tree import layouts_of_sum, pack, unpack
 from opake_lightning.errors import PrivacyError
 from opake_lightning.types import (
     ClippedPytree,
@@ -22,7 +24,7 @@ from opake_lightning.types import (
     SecondMomentNoiseOutput,
 )
 
-__all__ = ["leave_group", "rank", "require_equal", "sum_gradients", "world_size"]
+__all__ = ["leave_group", "rank", "require_equal", "sum_flats_", "sum_gradients", "world_size"]
 
 _LEAVING = 0.1  # seconds
 
@@ -44,9 +46,10 @@ def sum_gradients(
 ) -> Any:
     """Sum of clipped gradients over all ranks; equal on every rank.
 
-    One collective per dtype and device, over packed leaves. Each example lives on one rank, so the
-    sensitivity of the sum is that of a part. Call it before noise is added: noise of a common key
-    would be summed with the gradients. Of a
+    One collective per dtype and device, over packed leaves, in the type that the sum of a rank is
+    kept in: a :class:`~opake_lightning.types.ClippedPytree` with ``dtypes`` stays in float64. Each
+    example lives on one rank, so the sensitivity of the sum is that of a part. Call it before noise
+    is added: noise of a common key would be summed with the gradients. Of a
     :class:`~opake_lightning.types.SecondMomentClippedPytree` both parts are summed; the square of
     the aggregate is no part of it yet, so it will be that of the total.
 
@@ -74,15 +77,31 @@ def sum_gradients(
             square = sum_gradients(grads.square, group=group, inplace=inplace)
         return replace(grads, gradient=gradient, square=square)
     if isinstance(grads, ClippedPytree):
-        summed = sum_gradients(grads.pytree, group=group, inplace=inplace)
-        return replace(grads, pytree=summed)
+        return replace(grads, pytree=_summed(grads.pytree, grads.dtypes, group, inplace=inplace))
+    return _summed(grads, None, group, inplace=inplace)
+
+
+def sum_flats_(flats: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Sum each of ``flats`` over all ranks, in place."""
+    if world_size(group) > 1:
+        for flat in flats:
+            dist.all_reduce(flat, group=group)
+
+
+def _summed(
+    tree: Any,
+    dtypes: tuple[torch.dtype, ...] | None,
+    group: dist.ProcessGroup | None,
+    *,
+    inplace: bool,
+) -> Any:
     if world_size(group) == 1:
-        return grads
-    layout = layout_of(grads)
-    flats = pack(grads, layout)
-    for index, flat in enumerate(flats):
-        flats[index] = flat if inplace else flat.clone()
-        dist.all_reduce(flats[index], group=group)
+        return tree
+    layout, _ = layouts_of_sum(tree, dtypes)
+    flats = pack(tree, layout)
+    if not inplace:
+        flats = [flat.clone() for flat in flats]
+    sum_flats_(flats, group=group)
     return unpack(flats, layout)
 
 

@@ -42,6 +42,7 @@ from opake_lightning.errors import PrivacyError
 __all__ = [
     "RngKey",
     "add_normal_",
+    "adding",
     "bernoulli_indices",
     "elements_of",
     "fold_in",
@@ -253,11 +254,17 @@ def generator(rng: RngKey, device: torch.device | str = "cpu") -> torch.Generato
 
 
 def add_normal_(
-    rng: RngKey, out: Tensor, stddev: float, *, share: tuple[int, int] = (0, 1)
+    rng: RngKey,
+    out: Tensor,
+    stddev: float,
+    *,
+    share: tuple[int, int] = (0, 1),
+    into: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Add independent N(0, stddev²) to every element of the flat tensor ``out``, in place.
 
-    The values depend on ``rng``, the size, the dtype and the device type; not on the number of
+    The values depend on ``rng``, the size, ``dtype`` and the device type; not on the number of
     threads. Element i of two tensors of different size need not get the same value.
 
     Args:
@@ -266,33 +273,67 @@ def add_normal_(
         stddev: Standard deviation, in the units of ``out``; 0 leaves ``out`` as it is.
         share: (r, W): only what the r-th of W processes has to add, so that all of them together
             add to each element once. The same values whatever W is.
+        into: Write the sums here, rounded once, and not to ``out``: a tensor like it that may have
+            another type.
+        dtype: Type that the noise is drawn and scaled in; by default that of the result.
 
     Returns:
-        ``out``.
+        What has been written to.
     """
     stddev = _check.non_negative("stddev", stddev)
-    if out.dim() != 1 or out.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"out must be a flat float32 or float64 tensor, got {out.dtype} {out.shape}"
+    target = out if into is None else into
+    for each in (out, target):
+        if each.dim() != 1 or each.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"out must be a flat float32 or float64 tensor, got {each.dtype} {each.shape}"
+            )
+    if (target.shape, target.device) != (out.shape, out.device):
+        raise ValueError(
+            f"into must have the size and device of out, got {len(target)} elements on "
+            f"{target.device} for {len(out)} on {out.device}"
         )
 
-    if stddev > 0 and out.device.type == "cpu":
-        # NumPy's threads are its caller's, so that it can take a whole block at a time.
-        whole = out.detach().numpy()
+    if stddev > 0:
+        add = adding(out, target)
 
-        def add(drawn: list[Tensor], begin: int, size: int) -> None:
-            noise, part = drawn[0].numpy(), whole[begin : begin + size]
-            np.multiply(noise, stddev, out=noise)
-            np.add(part, noise, out=part)
+        def visit(drawn: list[Tensor], begin: int, size: int) -> None:
+            del size
+            add(drawn[0], stddev, begin)
 
-        visit_normals([rng], out, add, share=share, piece=BLOCK)
-    elif stddev > 0:
+        # A whole block at a time: what adds it does not share out the work to further threads.
+        visit_normals([rng], out, visit, share=share, piece=BLOCK, dtype=dtype or target.dtype)
+    elif target is not out:
+        begin, end = elements_of(out, share)
+        target[begin:end].copy_(out[begin:end])
+    return target
 
-        def add_elsewhere(drawn: list[Tensor], begin: int, size: int) -> None:
-            out.narrow(0, begin, size).add_(drawn[0], alpha=stddev)
 
-        visit_normals([rng], out, add_elsewhere, share=share)
-    return out
+def adding(total: Tensor, into: Tensor) -> Callable[[Tensor, float, int], None]:
+    """A function ``add(noise, scale, begin)``, for one piece of flat tensors after the other.
+
+    It writes total + scale * noise, the product rounded to the type of ``noise``, the sum to that
+    of ``into``, which may be ``total``. It may be called from several threads, and overwrites
+    ``noise``.
+    """
+    total, into = total.detach(), into.detach()
+    if total.device.type != "cpu":
+
+        def add_elsewhere(noise: Tensor, scale: float, begin: int) -> None:
+            part, out = (each.narrow(0, begin, len(noise)) for each in (total, into))
+            torch.add(part, noise.mul_(scale), out=out)
+
+        return add_elsewhere
+    # NumPy's threads are its caller's. Where types differ, it converts what fits its own small
+    # buffers at a time, so nothing of the size of a block is written but the result.
+    source, target = total.numpy(), into.numpy()
+
+    def add(noise: Tensor, scale: float, begin: int) -> None:
+        scaled = noise.numpy()
+        end = begin + len(scaled)
+        np.multiply(scaled, scale, out=scaled)
+        np.add(source[begin:end], scaled, out=target[begin:end])
+
+    return add
 
 
 def visit_normals(
@@ -302,6 +343,7 @@ def visit_normals(
     *,
     share: tuple[int, int] = (0, 1),
     piece: int = _PIECE,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Draw one vector of independent N(0, 1) for each key, and show them a piece at a time.
 
@@ -316,6 +358,7 @@ def visit_normals(
             length.
         share: (r, W): only the pieces of the r-th of W processes.
         piece: Elements of a piece, on the CPU; torch gives work on more of them to further threads.
+        dtype: Type of the vectors, if not that of ``like``.
     """
     total, on_cpu = like.numel(), like.device.type == "cpu"
     size, blocks = _blocks(like, share)
@@ -325,7 +368,7 @@ def visit_normals(
     sources = [_source(key, like.device) for key in keys]
 
     def work(part: range) -> None:
-        scratch = [like.new_empty(size) for _ in keys]
+        scratch = [like.new_empty(size, dtype=dtype) for _ in keys]
         for block in part:
             begin, end = block * size, min(block * size + size, total)
             for fill, whole in zip(sources, scratch, strict=True):

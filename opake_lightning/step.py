@@ -104,7 +104,8 @@ class Step:
             params: Parameters, a pytree of tensors; not written to.
             batch: This rank's examples; None if it drew none.
             state: State before the step.
-            inplace: Sum and add noise in the memory of the clipped gradient, which is fresh.
+            inplace: Sum over ranks, and add noise if the type stays, in the memory of the clipped
+                gradient, which is fresh.
             watch: Called with the clipped gradient, summed over ranks, before it gets its noise.
                 What it sees is not private.
 
@@ -186,8 +187,10 @@ def mean_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def grad_fn(params: Any, batch: Any, *, state: Any) -> tuple[tuple[Any, Any], Any]:
-        leaves, treespec = optree.tree_flatten(params)
-        tracked = [cast("Tensor", leaf).detach().requires_grad_() for leaf in leaves]
+        found, treespec = optree.tree_flatten(params)
+        leaves = cast("list[Tensor]", found)
+        # The very tensors where they can have a gradient: a module's loss uses its own.
+        tracked = [leaf if leaf.requires_grad and leaf.is_leaf else _tracked(leaf) for leaf in leaves]
         losses, aux = loss_fn(optree.tree_unflatten(treespec, tracked), batch)
         grads = torch.autograd.grad(losses.mean() / world_size(), tracked, materialize_grads=True)
         return (optree.tree_unflatten(treespec, grads), aux), state
@@ -203,6 +206,10 @@ def no_noise(grads: Any, state: NoiseState, *, inplace: bool = False) -> tuple[A
 
 def _detached(leaf: Tensor) -> Tensor:
     return leaf.detach()
+
+
+def _tracked(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_()
 
 
 def _device_of(params: Any) -> torch.device:

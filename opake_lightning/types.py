@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from opake_lightning import _check
@@ -112,15 +113,20 @@ class ClippedPytree:
 
     Attributes:
         pytree: The sum, one tensor per parameter, float32 or wider; divided by the expected batch
-            size if the clipping function was told one.
+            size if the clipping function was told one. In float64, whatever type the parameters
+            have, so that no row of a large batch moves it by more than ``sensitivity``: in float32,
+            20,000 equal rows lose 4e-4 of one.
         sensitivity: Largest L2 distance that adding or removing one example can move ``pytree``
             by, in its own units: the clipping norm, divided by whatever ``pytree`` was divided by.
         report: What clipping saw, if it told; it never reaches what is released.
+        dtypes: The type that each leaf is rounded to once it has its noise, in leaf order. None
+            keeps that of ``pytree``, or float32 if that is narrower.
     """
 
     pytree: Any
     sensitivity: float
     report: ClipReport | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
         _is_not_a_tensor(self, name, "add noise first, or use .pytree for a non-private run")

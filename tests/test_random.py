@@ -106,6 +106,16 @@ def test_a_fresh_key_does_not_come_from_a_global_seed():
         (lambda: split(key(1), 0), ValueError, "n must be >= 1, got 0"),
         (lambda: add_normal_(key(1), torch.zeros(2, 2), 1.0), TypeError, "flat float32 or float64"),
         (lambda: add_normal_(key(1), torch.zeros(2).half(), 1.0), TypeError, "torch.float16"),
+        (
+            lambda: add_normal_(key(1), torch.zeros(2), 1.0, into=torch.zeros(2).half()),
+            TypeError,
+            "torch.float16",
+        ),
+        (
+            lambda: add_normal_(key(1), torch.zeros(2), 1.0, into=torch.zeros(3)),
+            ValueError,
+            "got 3 elements on cpu for 2 on cpu",
+        ),
         (lambda: add_normal_(key(1), torch.zeros(2), -1.0), ValueError, "stddev must be a finite"),
         (lambda: add_normal_(key(1), torch.zeros(2), math.nan), ValueError, "stddev must be"),
     ],
@@ -134,6 +144,37 @@ def test_shares_of_the_noise_are_the_whole_once(n, ranks):
     ]
     assert torch.equal(torch.stack(shares).sum(0), whole)
     assert ((torch.stack(shares) != 0).sum(0) == 1).all()
+
+
+@pytest.mark.parametrize("n", [1, 40, 300_000])
+@pytest.mark.parametrize("types", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_sums_with_noise_are_written_elsewhere_rounded_once(n, types):
+    total, into = torch.full((n,), 1 / 3, dtype=types[0]), torch.empty(n, dtype=types[1])
+    added = add_normal_(key(7), total, 2.0, into=into)
+    assert added is into
+    assert torch.equal(total, torch.full((n,), 1 / 3, dtype=types[0]))
+    noise = add_normal_(key(7), torch.zeros(n, dtype=types[1]), 2.0)
+    assert torch.equal(into, (total.double() + noise.double()).to(types[1]))
+    assert torch.equal(add_normal_(key(7), total, 0.0, into=into), total.to(types[1]))
+
+
+@pytest.mark.parametrize("stddev", [0.0, 2.0])
+def test_of_what_is_written_elsewhere_a_share_is_a_share(stddev):
+    n = 300_000
+    total = torch.ones(n, dtype=torch.float64)
+    whole = add_normal_(key(7), total, stddev, into=torch.empty(n))
+    shares = [
+        add_normal_(key(7), total, stddev, share=(rank, 3), into=torch.zeros(n))
+        for rank in range(3)
+    ]
+    assert torch.equal(torch.stack(shares).sum(0), whole)
+
+
+def test_float32_noise_can_be_added_in_float64():
+    out = torch.full((300_000,), 1 / 3, dtype=torch.float64)
+    for rank in range(2):
+        add_normal_(key(7), out, 2.0, share=(rank, 2), dtype=torch.float32)
+    assert torch.equal(out, 1 / 3 + add_normal_(key(7), torch.zeros(300_000), 2.0).double())
 
 
 # -- seeded -------------------------------------------------------------------------------------

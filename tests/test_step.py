@@ -127,6 +127,39 @@ def test_one_step_by_hand():
     assert state == StepState(state.clip, NoiseState(key(7), 1), state.optimizer)
 
 
+@optimizers
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_sum_in_float64_is_one_until_it_is_released(make, inplace):
+    """The same step as of a sum that float32 can hold; to the bit, as it is rounded once."""
+    step = make_step(make())
+
+    def exact(*args: Any, state: Any) -> Any:
+        (grads, aux), state = step.grad_fn(*args, state=state)
+        wide = {name: leaf.float().double() for name, leaf in grads.pytree.items()}
+        dtypes = (torch.float32,) * len(wide)
+        return (ClippedPytree(wide, grads.sensitivity, dtypes=dtypes), aux), state
+
+    def rounded(*args: Any, state: Any) -> Any:
+        (grads, aux), state = exact(*args, state=state)
+        narrow = {name: leaf.float() for name, leaf in grads.pytree.items()}
+        return (ClippedPytree(narrow, grads.sensitivity), aux), state
+
+    results = []
+    for grad_fn in (exact, rounded):
+        other, watched = dataclasses.replace(step, grad_fn=grad_fn), []
+        now = params()
+        state = other.init(now)
+        released, _, state = other.release(
+            now, batch(), state, inplace=inplace, watch=watched.append
+        )
+        wanted = torch.float64 if grad_fn is exact else torch.float32
+        assert {leaf.dtype for leaf in watched[0].pytree.values()} == {wanted}
+        assert {leaf.dtype for leaf in released.pytree.values()} == {torch.float32}
+        now, _ = other.update(now, released, state, inplace=inplace)
+        results.append(now)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 def test_a_release_is_counted_whatever_becomes_of_the_update():
     def explode(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError

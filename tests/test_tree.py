@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opake_lightning._tree import layout_of, leaves_with_paths, pack, readable, unpack, wide
+from opake_lightning._tree import (
+    in_float64,
+    layout_of,
+    layouts_of_sum,
+    leaves_with_paths,
+    pack,
+    packed,
+    readable,
+    room_for,
+    unpack,
+    wide,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -47,6 +58,42 @@ def test_one_flat_tensor_for_each_wide_type():
         (torch.float32, 8),
         (torch.float64, 2),
     ]
+
+
+@given(leaves=leaves)
+def test_sums_in_float64_lie_as_what_they_are_rounded_to(leaves):
+    tree = {f"{i}": numbered(*spec, 10 * i) for i, spec in enumerate(leaves)}
+    layout = layout_of(tree)
+    sums = in_float64(layout)
+    flats = sums.zeros()
+    for flat, values in zip(flats, pack(tree, layout), strict=True):
+        assert flat.dtype == torch.float64
+        flat.copy_(values)
+    exact = unpack(flats, sums)
+    dtypes = tuple(leaf.dtype for leaf in optree.tree_leaves(tree))
+    assert layouts_of_sum(exact, dtypes) == (sums, layout)
+    assert layouts_of_sum(exact)[0] is layouts_of_sum(exact)[1] is layout_of(exact)
+    found = packed(exact, sums)
+    assert found is not None
+    for flat, again in zip(flats, found, strict=True):
+        assert flat.numel() == 0 or flat.data_ptr() == again.data_ptr()
+    room = room_for(flats, layout, inplace=False)
+    for out, flat in zip(room, flats, strict=True):
+        out.copy_(flat)
+    back = optree.tree_leaves(unpack(room, layout, dtypes))
+    for before, after in zip(optree.tree_leaves(tree), back, strict=True):
+        assert after.dtype == before.dtype
+        assert torch.equal(after, before)
+
+
+def test_room_is_made_where_the_type_is_another_or_nothing_may_be_written():
+    tree = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
+    layout = layout_of(tree)
+    flats = in_float64(layout).zeros()
+    for inplace in (False, True):
+        room = room_for(flats, layout, inplace=inplace)
+        assert [(out.dtype, len(out)) for out in room] == [(torch.float32, 2), (torch.float64, 3)]
+        assert (room[1] is flats[1]) == inplace
 
 
 BASE = torch.arange(8.0)

@@ -53,6 +53,13 @@ def test_they_can_be_copied_and_sent(kind, again):
     assert getattr(other, dataclasses.fields(kind)[1].name) == 0.5
 
 
+def test_the_types_that_are_released_are_kept_with_the_sum():
+    wrapped = ClippedPytree(torch.zeros(1).double(), 1.0, dtypes=(torch.float32,))
+    for again in (copy.copy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert again.dtypes == (torch.float32,)
+    assert CLIPPED.dtypes is None
+
+
 @pytest.mark.parametrize("given", [{}, {"square": CLIPPED, "projection_radius": 1.0}])
 def test_a_pair_says_once_what_is_squared(given):
     with pytest.raises(ValueError, match="give either square"):

@@ -7,20 +7,21 @@ noise is right for a sum (Δ = C) and for a mean over the expected batch (Δ = C
 gradient and squares gets two such noises, from unrelated streams, at the privacy of one; the
 derivation is in :doc:`/second_moments`.
 
+Noise is drawn in the type that is released (float32 for float32 parameters), added to a sum in
+float64, and the result rounded once. Rounded before, the sum could move by more than Δ.
+
 Source: Abadi et al. 2016, Algorithm 1 (arXiv:1607.00133).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, final, overload
 
 from opake_lightning import _check
-from opake_lightning._clipped import refuse_noised, require_bounded
-from opake_lightning._pairs import noise_stddevs, projected_square
-from opake_lightning._tree import layout_of, pack, unpack
+from opake_lightning._clipped import refuse_noised, release_of, require_bounded
+from opake_lightning._pairs import noise_stddevs, squares_of
 from opake_lightning.distributed import rank, sum_gradients, world_size
 from opake_lightning.random import RngKey, add_normal_, fold_in
 from opake_lightning.types import (
@@ -89,8 +90,9 @@ def gaussian_noise(
         ``grads`` is a :class:`~opake_lightning.types.ClippedPytree` and ``noised`` a
         :class:`~opake_lightning.types.NoisedPytree`; or a
         :class:`~opake_lightning.types.SecondMomentClippedPytree`, already summed over ranks, and a
-        :class:`~opake_lightning.types.SecondMomentNoiseOutput`. With ``inplace=True`` the noise is
-        added to the memory of ``grads``.
+        :class:`~opake_lightning.types.SecondMomentNoiseOutput`. What is released has the
+        ``dtypes`` of ``grads``. With ``inplace=True`` the memory of ``grads`` may be written over,
+        and is that of ``noised`` where the type stays.
 
     Raises:
         ValueError: If ``noise_multiplier`` is negative or not finite, or ``square_share`` is not
@@ -133,8 +135,8 @@ class _GaussianNoise:
 
     def __call__(self, grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
         _require_clipped(grads)
-        noised = partial(_noised, inplace=inplace)
-        return self._release(grads, state, noised), NoiseState(state.key, state.step + 1)
+        released = self._release(grads, state, inplace=inplace)
+        return released, NoiseState(state.key, state.step + 1)
 
     def across_ranks(self, grads: Any, state: NoiseState, *, inplace: bool = False) -> Any:
         """As to call it with the sum over ranks of ``grads``, but with the noise made in shares.
@@ -147,49 +149,45 @@ class _GaussianNoise:
         if isinstance(grads, SecondMomentClippedPytree) and grads.square is None:
             # What is squared is the sum without noise, so that has to come first.
             return self(sum_gradients(grads, inplace=inplace), state, inplace=True)
-        noised = partial(_noised_in_shares, inplace=inplace)
-        return self._release(grads, state, noised), NoiseState(state.key, state.step + 1)
+        released = self._release(grads, state, inplace=inplace, share=(rank(), world_size()))
+        return released, NoiseState(state.key, state.step + 1)
 
     def _release(
         self,
         grads: ClippedPytree | SecondMomentClippedPytree,
         state: NoiseState,
-        noised: Callable[[Any, float, RngKey], NoisedPytree],
+        *,
+        inplace: bool,
+        share: tuple[int, int] = (0, 1),
     ) -> NoisedPytree | SecondMomentNoiseOutput:
+        noised = partial(_noised, share=share)
         stream = fold_in(fold_in(state.key, "gaussian_noise"), state.step)
         if isinstance(grads, ClippedPytree):
-            return noised(grads.pytree, self.sigma * grads.sensitivity, stream)
+            return noised(grads, self.sigma * grads.sensitivity, stream, inplace=inplace)
         first, second = noise_stddevs(grads, self.sigma, self.square_share)
-        stream_of_squares = fold_in(stream, "square")
-        if grads.square is not None:
-            square = noised(grads.square.pytree, second, stream_of_squares)
-        else:
-            assert grads.projection_radius is not None  # the pair has checked it
-            squared = projected_square(grads.gradient.pytree, grads.projection_radius)
-            square = _noised(squared, second, stream_of_squares, inplace=True)
-        return SecondMomentNoiseOutput(noised(grads.gradient.pytree, first, stream), square)
+        # Released first: they may be those of the gradient, which is then written to.
+        squares, own = squares_of(grads, inplace=inplace)
+        square = noised(squares, second, fold_in(stream, "square"), inplace=own)
+        return SecondMomentNoiseOutput(
+            noised(grads.gradient, first, stream, inplace=inplace), square
+        )
 
 
-def _noised(tree: Any, stddev: float, stream: RngKey, *, inplace: bool) -> NoisedPytree:
-    return NoisedPytree(_with_noise(tree, stddev, stream, inplace=inplace), stddev)
-
-
-def _noised_in_shares(tree: Any, stddev: float, stream: RngKey, *, inplace: bool) -> NoisedPytree:
-    part = _with_noise(tree, stddev, stream, inplace=inplace, share=(rank(), world_size()))
-    return NoisedPytree(sum_gradients(part, inplace=True), stddev)
-
-
-def _with_noise(
-    tree: Any, stddev: float, stream: RngKey, *, inplace: bool, share: tuple[int, int] = (0, 1)
-) -> Any:
+def _noised(
+    grads: ClippedPytree,
+    stddev: float,
+    stream: RngKey,
+    *,
+    inplace: bool,
+    share: tuple[int, int],
+) -> NoisedPytree:
     _check.size_of_noise("the standard deviation of the noise", stddev)
-    layout = layout_of(tree)
-    flats = pack(tree, layout)
-    if not inplace:
-        flats = [flat.clone() for flat in flats]
-    for index, flat in enumerate(flats):
-        add_normal_(fold_in(stream, index), flat, stddev, share=share)
-    return unpack(flats, layout)
+    release = release_of(grads, inplace=inplace, share=share)
+    groups = zip(release.layout.groups, release.total, release.out, strict=True)
+    for index, (group, flat, out) in enumerate(groups):
+        rng = fold_in(stream, index)
+        add_normal_(rng, flat, stddev, share=share, into=out, dtype=group.dtype)
+    return NoisedPytree(release.noised(), stddev)
 
 
 def _require_clipped(grads: Any) -> None:

@@ -28,7 +28,7 @@ from opake_lightning.dpftrl.noise import (
 )
 from opake_lightning.dpftrl.noise._stream import stream_of
 from opake_lightning.errors import PrivacyError
-from opake_lightning.random import add_normal_, key, visit_normals
+from opake_lightning.random import add_normal_, adding, key, visit_normals
 from opake_lightning.types import ClippedPytree, NoisedPytree
 from tests.dpftrl.mf_cases import (
     DATA,
@@ -147,7 +147,7 @@ def test_streamed_examples(name: str, memory: Any) -> None:
     for t in range(8):
         out = torch.zeros(1, dtype=torch.float64)
         drawn = [z[t - lag, None].clone() for lag in range(stream.draws(t))]
-        stream.at(t, float(scales[t]), ring, out)(drawn, 0, 1)
+        stream.at(t, float(scales[t]), ring, adding(out, out))(drawn, 0, 1)
         got.append(out.item())
     assert got == pytest.approx(DATA["streamed"][name], abs=1e-12)
 

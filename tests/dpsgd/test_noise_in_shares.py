@@ -28,10 +28,23 @@ def tree(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
+def exact(part: dict[str, Any], ranks: int, sensitivity: float) -> ClippedPytree:
+    """The part in float64, to be released in the types that it has."""
+    # A little more than 1, or many sums with noise would lie in the middle of two float32 numbers.
+    value = (1 + 1e-9) / ranks
+    leaves = {name: torch.full_like(leaf.double(), value) for name, leaf in part.items()}
+    dtypes = part["b"].dtype, part["none"].dtype, part["w"].dtype  # in leaf order
+    return ClippedPytree(leaves, sensitivity, dtypes=dtypes)
+
+
 def forms(rank: int, ranks: int) -> dict[str, Any]:
-    gradient = ClippedPytree(tree(rank, ranks), SENSITIVITY)
-    square = ClippedPytree(tree(rank, ranks), SENSITIVITY**2)
+    part = tree(rank, ranks)
+    gradient, square = (ClippedPytree(part, s) for s in (SENSITIVITY, SENSITIVITY**2))
+    in_float64, its_square = (exact(part, ranks, s) for s in (SENSITIVITY, SENSITIVITY**2))
     return {
+        "float64": in_float64,
+        "float64_per_example": SecondMomentClippedPytree(in_float64, its_square),
+        "float64_aggregate": SecondMomentClippedPytree(in_float64, projection_radius=1.0),
         "gradient": gradient,
         "per_example": SecondMomentClippedPytree(gradient, square),
         "aggregate": SecondMomentClippedPytree(gradient, projection_radius=1.0),
@@ -47,7 +60,7 @@ def work(rank: int, ranks: int) -> dict[str, Any]:
     noise_fn, state = gaussian_noise(noise_multiplier=SIGMA, key=key(7))
     out = {}
     for name, grads in forms(rank, ranks).items():
-        before = leaves(grads) if name == "gradient" else []
+        before = leaves(grads) if name in ("gradient", "float64") else []
         kept = [leaf.clone() for leaf in before]
         noised, after = noise_fn.across_ranks(grads, state)
         assert after.step == 1
@@ -66,7 +79,7 @@ def three() -> list[Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("form", ["gradient", "per_example", "aggregate"])
+@pytest.mark.parametrize("form", forms(0, 1))
 def test_three_ranks_release_what_one_does(three, form):
     alone = work(0, 1)[form]
     noise_fn, state = gaussian_noise(noise_multiplier=SIGMA, key=key(7))
@@ -79,8 +92,20 @@ def test_three_ranks_release_what_one_does(three, form):
 
 
 @pytest.mark.dist
-def test_the_noise_is_there_once(three):
-    noise = three[0]["gradient"][0].double() - 1
+def test_of_float64_parts_all_ranks_release_what_one_does_to_the_bit(three):
+    """They are rounded once: in float32, a third of a sum and noise are, before they are summed."""
+    for form in ("float64", "float64_per_example"):
+        for rank in three:
+            for ours, theirs in zip(rank[form], work(0, 1)[form], strict=True):
+                assert ours.dtype == theirs.dtype
+                # But for sums in float64 that end next to where float32 rounds the other way.
+                assert int((ours != theirs).sum()) <= (5 if ours.dtype == torch.float32 else 7)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("form", ["gradient", "float64"])
+def test_the_noise_is_there_once(three, form):
+    noise = three[0][form][0].double() - 1
     assert abs(noise.std() / (SIGMA * SENSITIVITY) - 1) < 5 / math.sqrt(2 * N)
     # In every part of it, whoever made that.
     for part in noise.chunk(12):

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning._pairs import noise_stddevs, projected_square
-from opake_lightning._tree import Layout, layout_of, pack, unpack
+from opake_lightning._clipped import Release, release_of
+from opake_lightning._pairs import noise_stddevs, squares_of
+from opake_lightning._tree import Layout, layout_of
 from opake_lightning.distributed import rank, sum_gradients, world_size
 from opake_lightning.dpftrl.noise._pair import default_share, schema_of, square_ratio
 from opake_lightning.dpftrl.noise._require import require_clipped
@@ -40,7 +41,7 @@ from opake_lightning.dpftrl.noise._rings import put_together, rings_behind, tree
 from opake_lightning.dpftrl.noise._strategies import Strategy
 from opake_lightning.dpftrl.noise._stream import Memory, stream_of
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.random import RngKey, fold_in, visit_normals
+from opake_lightning.random import RngKey, adding, fold_in, visit_normals
 from opake_lightning.types import (
     ClippedPytree,
     NoisedPytree,
@@ -200,14 +201,17 @@ class MFNoise:
         sigma, squares = self.noise_multiplier, state.square_share
         if isinstance(grads, ClippedPytree):
             stddevs = {"gradient": sigma * grads.sensitivity}
-            flats = {"gradient": self._flats(grads.pytree, own=inplace)}
+            parts = {"gradient": self._release_of(grads, inplace=inplace, share=share)}
         else:
             squares = squares or default_share(grads)
             first, second = noise_stddevs(grads, sigma, squares)
             stddevs = {"gradient": first, "square": second * self.square_ratio}
-            # The squares first: they may be those of the gradient, which is about to be written to.
-            flats = {"square": self._squares(grads, inplace=inplace)}
-            flats["gradient"] = self._flats(grads.gradient.pytree, own=inplace)
+            # Computed here: they may be those of the gradient, which is about to be written to.
+            square, own = squares_of(grads, inplace=inplace)
+            parts = {
+                "gradient": self._release_of(grads.gradient, inplace=inplace, share=share),
+                "square": self._release_of(square, inplace=own, share=share),
+            }
         for name, stddev in stddevs.items():
             _check.size_of_noise(f"the standard deviation of the noise on the {name}", stddev)
         buffers = dict(state.buffers)
@@ -220,7 +224,7 @@ class MFNoise:
         noised: dict[str, NoisedPytree] = {}
         for name, stream in self._streams.items():
             realised = stream.add_(
-                flats[name],
+                parts[name],
                 rings.get(name),
                 state.key,
                 state.step - self._start,
@@ -228,9 +232,7 @@ class MFNoise:
                 start=self._start,
                 share=share,
             )
-            part = unpack(flats[name], self._layout)
-            total = part if share == (0, 1) else sum_gradients(part, inplace=True)
-            noised[name] = NoisedPytree(total, realised)
+            noised[name] = NoisedPytree(parts[name].noised(), realised)
         after = replace(
             state,
             step=state.step + 1,
@@ -243,9 +245,11 @@ class MFNoise:
             return noised["gradient"], after
         return SecondMomentNoiseOutput(noised["gradient"], noised["square"]), after
 
-    def _flats(self, tree: Any, *, own: bool) -> list[Tensor]:
-        """The flat tensors of ``tree``, to be written to; copies unless they are our ``own``."""
-        layout, mine = layout_of(tree), self._layout
+    def _release_of(
+        self, grads: ClippedPytree, *, inplace: bool, share: tuple[int, int]
+    ) -> Release:
+        release = release_of(grads, inplace=inplace, share=share)
+        layout, mine = release.layout, self._layout
         if layout is not mine:
             found = (layout.treespec, layout.shapes, layout.groups)
             if found != (mine.treespec, mine.shapes, mine.groups):
@@ -253,15 +257,7 @@ class MFNoise:
                     "the gradient does not have the structure, shapes, types and devices of the "
                     f"template that mf_gaussian_noise was given: {_difference(layout, mine)}"
                 )
-        flats = pack(tree, mine)
-        return flats if own else [flat.clone() for flat in flats]
-
-    def _squares(self, grads: SecondMomentClippedPytree, *, inplace: bool) -> list[Tensor]:
-        if grads.square is not None:
-            return self._flats(grads.square.pytree, own=inplace)
-        assert grads.projection_radius is not None  # the pair has checked it
-        square = projected_square(grads.gradient.pytree, grads.projection_radius)
-        return self._flats(square, own=True)
+        return release
 
     def _require_own(self, state: MFNoiseState) -> None:
         if not isinstance(state, MFNoiseState):
@@ -330,7 +326,7 @@ class _NoiseStream:
 
     def add_(
         self,
-        flats: list[Tensor],
+        release: Release,
         rings: list[Tensor] | None,
         key: RngKey,
         t: int,
@@ -341,14 +337,23 @@ class _NoiseStream:
     ) -> float:
         """Add the noise of step ``t`` of a horizon, and return its standard deviation.
 
-        Of ``flats`` and ``rings`` only the ``share`` is written to.
+        Of what is written to and of ``rings``, it is only the ``share``.
         """
-        if stddev > 0:
-            keys = [self._key(key, start + t - lag) for lag in range(self._stream.draws(t))]
-            for index, flat in enumerate(flats):
-                ring = flat.new_empty(0, len(flat)) if rings is None else rings[index]
-                work = self._stream.at(t, stddev * float(self._scales[t]), ring, flat)
-                visit_normals([fold_in(one, index) for one in keys], flat, work, share=share)
+        keys = [self._key(key, start + t - lag) for lag in range(self._stream.draws(t))]
+        groups = zip(self._layout.groups, release.total, release.out, strict=True)
+        for index, (group, flat, out) in enumerate(groups):
+            if stddev == 0:
+                out.copy_(flat)
+                continue
+            like = flat.new_empty(0, len(flat), dtype=group.dtype)
+            work = self._stream.at(
+                t,
+                stddev * float(self._scales[t]),
+                like if rings is None else rings[index],
+                adding(flat, out),
+            )
+            each = [fold_in(one, index) for one in keys]
+            visit_normals(each, flat, work, share=share, dtype=group.dtype)
         return stddev * float(self._norms[t])
 
     def _key(self, key: RngKey, step: int) -> RngKey:

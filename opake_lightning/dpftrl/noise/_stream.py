@@ -30,11 +30,13 @@ from typing_extensions import override
 
 from opake_lightning.dpftrl.noise._recurrence import Buffers, Inputs, Outputs, Recurrence
 
-__all__ = ["Memory", "Stream", "Work", "stream_of"]
+__all__ = ["Add", "Memory", "Stream", "Work", "stream_of"]
 
 _DIGITS = 256
 _NEXT_TO_1 = 0.9
 Memory: TypeAlias = Literal["auto", "store", "regenerate"]
+# Adds a number times the noise of one stretch, which it overwrites, from where that begins.
+Add: TypeAlias = Callable[[Tensor, float, int], None]
 # Takes the draws of one stretch, newest first, and where it begins and how long it is.
 Work: TypeAlias = Callable[[list[Tensor], int, int], None]
 
@@ -55,14 +57,14 @@ class Stream(ABC):
         return 1
 
     @abstractmethod
-    def at(self, t: int, scale: float, ring: Tensor, out: Tensor) -> Work:
+    def at(self, t: int, scale: float, ring: Tensor, add: Add) -> Work:
         """The work of step ``t``.
 
         Args:
             t: Step within the horizon, from 0.
             scale: What the noise is multiplied by.
             ring: What is remembered, [rows, elements].
-            out: What the noise is added to, [elements].
+            add: What adds the noise to the gradient.
         """
 
 
@@ -104,7 +106,7 @@ class _Outputs(Stream):
         self._weights = [-c / coefficients[0] for c in coefficients[1:]]
 
     @override
-    def at(self, t: int, scale: float, ring: Tensor, out: Tensor) -> Work:
+    def at(self, t: int, scale: float, ring: Tensor, add: Add) -> Work:
         shrink, past, weights = self._shrink, *_past(ring, self._weights, t)
         newest = ring[t % self.rows] if self.rows else None
 
@@ -116,7 +118,7 @@ class _Outputs(Stream):
                 x.mul_(shrink)
             if newest is not None:
                 newest.narrow(0, begin, size).copy_(x)
-            out.narrow(0, begin, size).add_(x, alpha=scale)
+            add(x, scale, begin)
 
         return work
 
@@ -128,7 +130,7 @@ class _Inputs(Stream):
         self._newest, *self._earlier = coefficients
 
     @override
-    def at(self, t: int, scale: float, ring: Tensor, out: Tensor) -> Work:
+    def at(self, t: int, scale: float, ring: Tensor, add: Add) -> Work:
         coarse, fine = _halves(self._earlier)
         past, weights = _past(ring, coarse, t)
         _, rest = _past(ring, fine, t)
@@ -144,7 +146,7 @@ class _Inputs(Stream):
                 x = z * self._newest
             if newest is not None:
                 newest.narrow(0, begin, size).copy_(z)
-            out.narrow(0, begin, size).add_(x, alpha=scale)
+            add(x, scale, begin)
 
         return work
 
@@ -160,7 +162,7 @@ class _Again(Stream):
         return min(t + 1, len(self._coefficients))
 
     @override
-    def at(self, t: int, scale: float, ring: Tensor, out: Tensor) -> Work:
+    def at(self, t: int, scale: float, ring: Tensor, add: Add) -> Work:
         newest, *earlier = self._coefficients[: self.draws(t)]
         halves = list(zip(*_halves(earlier), strict=True))
 
@@ -172,7 +174,7 @@ class _Again(Stream):
                 x.add_(z, alpha=coarse)
                 if fine:
                     x.add_(z, alpha=fine)
-            out.narrow(0, begin, size).add_(x, alpha=scale)
+            add(x, scale, begin)
 
         return work
 
@@ -185,7 +187,7 @@ class _Buffers(Stream):
         self._omega = recurrence.omega
 
     @override
-    def at(self, t: int, scale: float, ring: Tensor, out: Tensor) -> Work:
+    def at(self, t: int, scale: float, ring: Tensor, add: Add) -> Work:
         weights = _vector([-weight for weight in self._omega], ring)
         sums, rows = ring.t(), ring.unbind()
 
@@ -198,7 +200,7 @@ class _Buffers(Stream):
                     row.add_(torch.add(x, row, alpha=theta - 1))
                 else:
                     torch.add(x, row, alpha=theta, out=row)
-            out.narrow(0, begin, size).add_(x, alpha=scale)
+            add(x, scale, begin)
 
         return work
 
