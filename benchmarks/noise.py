@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import optree
 import torch
+from machine import described
 from torch.profiler import ProfilerActivity, profile
 
 from opake_lightning import _pool
@@ -170,8 +170,7 @@ def main() -> None:
     for size in SIZES if options.size == "both" else [options.size]:
         n, width = SIZES[size]
         total = n // 2 * (width * width + width)
-        print(f"\n{n} tensors, {total / 1e6:.1f} million float32, {options.threads} threads, "
-              f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+        print(f"\n{n} tensors, {total / 1e6:.1f} million float32; {described()}")
         rounds = options.rounds or (60 if size == "small" else 9)
         lines = table(size, options.only, rounds, pure=options.pure)
         widths = {

@@ -1,4 +1,4 @@
-"""How long one update takes, beside torch.optim and TorchOpt.
+"""How long one update takes, beside torch.optim, TorchOpt and opake.
 
     python benchmarks/optimizers.py                      # both sizes, all optimizers
     python benchmarks/optimizers.py --size small --only adamw sgd
@@ -13,6 +13,8 @@ other work on the machine then disturbs all of it alike. A ratio below 1 is in o
 - *compiled* is *corrected* with ``optimizer.compiled()``, where that makes a difference.
 - *pure* is ``update`` and ``torchopt.apply_updates`` without writing to anything, against the same
   of TorchOpt's optimizer.
+- *opake* and *opake, corrected* are that library's update and application, against the same torch
+  optimizer: how often *in place* and *corrected* go into them is how much faster those are.
 - *memory* is the most that an update in place allocates, against what is there anyway (parameters,
   gradient, state).
 """
@@ -21,16 +23,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import optree
 import torch
 import torchopt
+from machine import described
+from peers import NotHereError, opake_part
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,43 +50,46 @@ WARM_UP = 8  # RAdam is something else in its first five steps
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer here and elsewhere."""
+    """One optimizer here and elsewhere.
 
-    ours: Callable[..., Any]
-    torchs: Callable[..., Any] | None = None
+    Attributes:
+        ours: Makes it, from our module of optimizers or that of opake, which has the same names.
+        torchs: Makes torch's, which has none of some; then it is AdamW that they are compared to.
+    """
+
+    ours: Callable[[Any], Callable[..., Any]]
+    torchs: Callable[..., Any]
     forms: tuple[str, ...] = ("loop", "foreach")
     torchopts: Callable[..., Any] | None = None
     corrects: bool = True
     compiles: bool = False
 
 
+def _schedule_free(library: Any) -> Callable[..., Any]:
+    return lambda lr, **more: library.schedule_free(library.adamw(lr, betas=(0.0, 0.999), **more))
+
+
 FUSED = ("loop", "foreach", "fused")
 CASES = {
-    "adamw": Case(optimizers.adamw, torch.optim.AdamW, FUSED, torchopt.adamw, compiles=True),
-    "adam": Case(optimizers.adam, torch.optim.Adam, FUSED, torchopt.adam, compiles=True),
+    "adamw": Case(lambda o: o.adamw, torch.optim.AdamW, FUSED, torchopt.adamw, compiles=True),
+    "adam": Case(lambda o: o.adam, torch.optim.Adam, FUSED, torchopt.adam, compiles=True),
     "sgd": Case(
-        lambda lr, **more: optimizers.sgd(lr, momentum=0.9, **more),
-        lambda p, lr, **more: torch.optim.SGD(p, lr, momentum=0.9, **more),
-        FUSED, lambda lr: torchopt.sgd(lr, momentum=0.9), corrects=False,
+        lambda o: partial(o.sgd, momentum=0.9),
+        partial(torch.optim.SGD, momentum=0.9),
+        FUSED, partial(torchopt.sgd, momentum=0.9), corrects=False,
     ),
     "adagrad": Case(
-        optimizers.adagrad, torch.optim.Adagrad, FUSED, torchopt.adagrad, compiles=True
+        lambda o: o.adagrad, torch.optim.Adagrad, FUSED, torchopt.adagrad, compiles=True
     ),
     "rmsprop": Case(
-        optimizers.rmsprop, torch.optim.RMSprop, torchopts=torchopt.rmsprop, compiles=True
+        lambda o: o.rmsprop, torch.optim.RMSprop, torchopts=torchopt.rmsprop, compiles=True
     ),
-    "radam": Case(optimizers.radam, torch.optim.RAdam, torchopts=torchopt.radam, compiles=True),
-    "adadelta": Case(optimizers.adadelta, torch.optim.Adadelta, torchopts=torchopt.adadelta),
-    "adafactor": Case(optimizers.adafactor, torch.optim.Adafactor),
-    # Those that torch has not: against its AdamW.
-    "lion": Case(optimizers.lion, torch.optim.AdamW, FUSED, corrects=False),
-    "ademamix": Case(optimizers.ademamix, torch.optim.AdamW, FUSED),
-    "schedule_free": Case(
-        lambda lr, **more: optimizers.schedule_free(
-            optimizers.adamw(lr, betas=(0.0, 0.999), **more)
-        ),
-        torch.optim.AdamW, FUSED,
-    ),
+    "radam": Case(lambda o: o.radam, torch.optim.RAdam, torchopts=torchopt.radam, compiles=True),
+    "adadelta": Case(lambda o: o.adadelta, torch.optim.Adadelta, torchopts=torchopt.adadelta),
+    "adafactor": Case(lambda o: o.adafactor, torch.optim.Adafactor),
+    "lion": Case(lambda o: o.lion, torch.optim.AdamW, FUSED, corrects=False),
+    "ademamix": Case(lambda o: o.ademamix, torch.optim.AdamW, FUSED),
+    "schedule_free": Case(_schedule_free, torch.optim.AdamW, FUSED),
 }  # fmt: skip
 LR = 1e-3
 STDDEV = 0.01
@@ -137,6 +145,20 @@ def pure(optimizer: Any, size: str, **how: Any) -> Callable[[], object]:
     return update
 
 
+def in_opake(optimizer: Any, size: str, stddev: float) -> Callable[[], object]:
+    """The update and its application, as opake's own loop would make them."""
+    params, gradient = tensors(size), tensors(size)
+    noised = opake_part("types").noised(gradient, max_norm=1.0, noise_stddev=stddev)
+    state = optimizer.init(params)
+
+    def update() -> None:
+        nonlocal params, state
+        moves, state = optimizer.update(noised, state, params=params)
+        params = torchopt.apply_updates(params, moves, inplace=True)
+
+    return update
+
+
 def medians(updates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Milliseconds of each, taken in turns."""
     for update in updates.values():
@@ -179,24 +201,31 @@ def allocated(update: Callable[[], object]) -> int:
     return most + taken
 
 
-def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:
+def row(name: str, case: Case, size: str, rounds: int, opake: ModuleType | None) -> dict[str, str]:
     """One line of the table."""
     updates: dict[str, Callable[[], object]] = {}
     for form in case.forms:
         updates[form] = in_torch(case.torchs, form, size)
-    plain, held = in_place(case.ours(lr=LR), size, 0.0)
+    make = case.ours(optimizers)
+    plain, held = in_place(make(lr=LR), size, 0.0)
     updates["in place"] = plain
     if case.corrects:
-        corrected = case.ours(lr=LR, noise_bias_correction=True)
+        corrected = make(lr=LR, noise_bias_correction=True)
         updates["corrected"], _ = in_place(corrected, size, STDDEV)
         if case.compiles:
             updates["compiled"], _ = in_place(corrected.compiled(), size, STDDEV)
+    if opake is not None:
+        theirs = case.ours(opake)
+        updates["opake"] = in_opake(theirs(lr=LR), size, 0.0)
+        if case.corrects:
+            correct = theirs(lr=LR, noise_bias_correction=True)
+            updates["opake, corrected"] = in_opake(correct, size, STDDEV)
     memory = allocated(plain)
     took = medians(updates, rounds)
     best = min(case.forms, key=took.__getitem__)
     functional: dict[str, float] = {}
     if case.torchopts is not None:
-        both = {"ours": case.ours(lr=LR), "torchopt": case.torchopts(lr=LR)}
+        both = {"ours": make(lr=LR), "torchopt": case.torchopts(lr=LR)}
         runs = {
             "ours": pure(both["ours"], size),
             "torchopt": pure(both["torchopt"], size, inplace=False),
@@ -204,7 +233,7 @@ def row(name: str, case: Case, size: str, rounds: int) -> dict[str, str]:
         functional = medians(runs, max(3, rounds // 3))
     gc.collect()
     line = {"optimizer": name, "torch": f"{took[best]:.2f} ms ({best})"}
-    for key in ("in place", "corrected", "compiled"):
+    for key in ("in place", "corrected", "compiled", "opake", "opake, corrected"):
         line[key] = f"{took[key] / took[best]:.2f}" if key in took else ""
     line["pure"] = f"{functional['ours'] / functional['torchopt']:.2f}" if functional else ""
     line["memory"] = f"{100 * memory / held:.1f} % ({memory / 2**20:.1f} MiB)"
@@ -220,16 +249,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    opake = None
+    try:
+        opake = opake_part("optimizers")
+    except NotHereError as reason:
+        print(f"opake: {reason}")
     for size in SIZES if options.size == "both" else [options.size]:
         n, width = SIZES[size]
         total = n // 2 * (width * width + width)
-        print(f"\n{n} tensors, {total / 1e6:.1f} million float32, {options.threads} threads, "
-              f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+        print(f"\n{n} tensors, {total / 1e6:.1f} million float32; {described()}")
         widths: dict[str, int] = {}
         for name in options.only:
-            line = row(name, CASES[name], size, options.rounds or (60 if size == "small" else 15))
+            rounds = options.rounds or (60 if size == "small" else 15)
+            line = row(name, CASES[name], size, rounds, opake)
             if not widths:
-                widths = {key: max(len(key), len(value), 10) + 2 for key, value in line.items()}
+                widths = {key: max(len(key), 18 if key == "torch" else 13) + 2 for key in line}
                 print("".join(key.ljust(width) for key, width in widths.items()))
             print("".join(line[key].ljust(width) for key, width in widths.items()), flush=True)
 

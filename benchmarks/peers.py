@@ -10,10 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import util
+from importlib import import_module, util
 from typing import Any
 
 import torch
+import torchopt
 from models import Model
 from torch import Tensor, nn
 
@@ -23,11 +24,11 @@ from opake_lightning.optimizers import adamw
 from opake_lightning.plan import DPSGD
 from opake_lightning.random import key
 
-__all__ = ["CONTENDERS", "FLOOR", "OURS", "PEERS", "NotHereError", "Settings"]
+__all__ = ["CONTENDERS", "FLOOR", "OURS", "PEERS", "NotHereError", "Settings", "opake_part"]
 
 LR, CLIP, NOISE = 1e-3, 1.0, 1.0
 FLOOR = "torch"
-OURS = ("ours", "ours, vmap")
+OURS = "ours"
 PEERS = ("opacus hooks", "opacus ghost", "opake")
 
 
@@ -40,7 +41,7 @@ class Settings:
     """What a run of the benchmark has in common.
 
     Attributes:
-        microbatch_size: For our engines; None leaves the choice to them.
+        microbatch_size: For our step; None leaves the choice to it.
     """
 
     microbatch_size: int | None = None
@@ -49,7 +50,7 @@ class Settings:
 Step = Callable[[], object]
 
 
-def plain_torch(model: Model, batch: tuple[Tensor, Tensor], settings: Settings) -> Step:
+def plain_torch(model: Model, batch: tuple[Any, Tensor], settings: Settings) -> Step:
     """The floor: forward, mean loss, backward, fused AdamW; nothing private about it."""
     del settings
     net, (x, y) = model.make(), batch
@@ -69,7 +70,7 @@ def private_step(
     """Our step, its parameters, seated as the trainer seats them, and its first state."""
     params = dict(net.named_parameters())
 
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> tuple[Tensor, Any]:
         x, y = batch
         each = losses(torch.func.functional_call(net, params, (x,)), y)
         return each, (each.detach(), {})
@@ -82,30 +83,19 @@ def private_step(
     return step, params, step.init(params)
 
 
-def ours(engine: str) -> Callable[[Model, tuple[Tensor, Tensor], Settings], Step]:
-    """Our step with one of our engines, in place, as the trainer runs it."""
+def ours(model: Model, batch: tuple[Any, Tensor], settings: Settings) -> Step:
+    """Our step, in place, as the trainer runs it."""
+    step, params, state = private_step(
+        model.make(), model.losses, len(batch[1]), microbatch_size=settings.microbatch_size
+    )
 
-    def contender(model: Model, batch: tuple[Tensor, Tensor], settings: Settings) -> Step:
-        try:
-            step, params, state = private_step(
-                model.make(),
-                model.losses,
-                len(batch[0]),
-                engine=engine,
-                microbatch_size=settings.microbatch_size,
-            )
-        except ValueError as refused:
-            raise NotHereError(f"there is no engine {engine!r} yet") from refused
+    def one_step() -> None:
+        nonlocal state
+        released, _, state = step.release(params, batch, state, inplace=True)
+        with torch.no_grad():
+            _, state = step.update(params, released, state, inplace=True)
 
-        def one_step() -> None:
-            nonlocal state
-            released, _, state = step.release(params, batch, state, inplace=True)
-            with torch.no_grad():
-                _, state = step.update(params, released, state, inplace=True)
-
-        return one_step
-
-    return contender
+    return one_step
 
 
 def _opacus() -> Any:
@@ -120,14 +110,14 @@ def _opacus() -> Any:
     return opacus
 
 
-def opacus_hooks(model: Model, batch: tuple[Tensor, Tensor], settings: Settings) -> Step:
+def opacus_hooks(model: Model, batch: tuple[Any, Tensor], settings: Settings) -> Step:
     """Opacus, with per-example gradients from module hooks."""
     del settings
     opacus, (x, y) = _opacus(), batch
     net = opacus.grad_sample.GradSampleModule(model.make())
     optimizer = opacus.optimizers.DPOptimizer(
         torch.optim.AdamW(net.parameters(), lr=LR, fused=True),
-        noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=len(x),
+        noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=len(y),
     )  # fmt: skip
 
     def step() -> None:
@@ -138,7 +128,7 @@ def opacus_hooks(model: Model, batch: tuple[Tensor, Tensor], settings: Settings)
     return step
 
 
-def opacus_ghost(model: Model, batch: tuple[Tensor, Tensor], settings: Settings) -> Step:
+def opacus_ghost(model: Model, batch: tuple[Any, Tensor], settings: Settings) -> Step:
     """Opacus, with norms from layer inputs and outputs, and a second backward pass."""
     del settings
     opacus, (x, y) = _opacus(), batch
@@ -147,7 +137,7 @@ def opacus_ghost(model: Model, batch: tuple[Tensor, Tensor], settings: Settings)
     )
     optimizer = opacus.optimizers.DPOptimizerFastGradientClipping(
         torch.optim.AdamW(net.parameters(), lr=LR, fused=True),
-        noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=len(x),
+        noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=len(y),
     )  # fmt: skip
     loss = opacus.utils.fast_gradient_clipping_utils.DPTensorFastGradientClipping
 
@@ -159,18 +149,51 @@ def opacus_ghost(model: Model, batch: tuple[Tensor, Tensor], settings: Settings)
     return step
 
 
-def opake(model: Model, batch: tuple[Tensor, Tensor], settings: Settings) -> Step:
-    """The reference library, as far as it can be installed."""
-    del model, batch, settings
-    if util.find_spec("opake") is None:
-        raise NotHereError("its wheel (0.16.1) holds no code that could be run")
-    raise NotHereError("an opake with code was found; write its step here")
+def opake_part(name: str) -> Any:
+    """A public module of opake, whose own wheel holds no code."""
+    try:
+        return import_module(f"opake.{name}")
+    except ImportError as error:
+        raise NotHereError(
+            "not installed: pip install --no-deps opake-base opake-engine opake-optimizers "
+            "opake-dpsgd opake-dpftrl opake-accounting"
+        ) from error
 
 
-CONTENDERS: dict[str, Callable[[Model, tuple[Tensor, Tensor], Settings], Step]] = {
+def opake(model: Model, batch: tuple[Any, Tensor], settings: Settings) -> Step:
+    """Opake, with per-example gradients from vmap, and its own AdamW, as it has no other."""
+    del settings
+    dpsgd, optimizers = opake_part("dpsgd"), opake_part("optimizers")
+    functional, random = opake_part("functional"), opake_part("random")
+    net, params, _ = functional.make_functional(
+        model.make(), disable_autograd_tracking=True, partition_trainable=True
+    )
+
+    def loss_fn(params: dict[str, Tensor], x: Any, y: Tensor) -> Tensor:
+        return model.losses(net(params, x), y).squeeze(0)
+
+    clip_fn, clip = dpsgd.clipped_grad(
+        functional.with_batch_dim(loss_fn, batch_argnums=(1, 2)),
+        batch_argnums=(1, 2), clipping_norm=CLIP, normalize_by=len(batch[1]),
+    )  # fmt: skip
+    noise_fn, noise = dpsgd.gaussian_noise(noise_multiplier=NOISE, key=random.key(7))
+    optimizer = optimizers.adamw(LR)
+    state = optimizer.init(params)
+
+    def step() -> None:
+        nonlocal params, clip, noise, state
+        grads, clip = clip_fn(params, *batch, state=clip)
+        noised, noise = noise_fn(grads, noise)
+        with torch.no_grad():
+            updates, state = optimizer.update(noised, state, params=params)
+            params = torchopt.apply_updates(params, updates, inplace=True)
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[Model, tuple[Any, Tensor], Settings], Step]] = {
     FLOOR: plain_torch,
-    "ours": ours("one_pass"),
-    "ours, vmap": ours("vmap"),
+    "ours": ours,
     "opacus hooks": opacus_hooks,
     "opacus ghost": opacus_ghost,
     "opake": opake,

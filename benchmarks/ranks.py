@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from machine import described
 
 from opake_lightning.distributed import leave_group, sum_gradients
 from opake_lightning.dpftrl.noise import band_mf_strategy, mf_gaussian_noise
@@ -111,7 +112,7 @@ def report(gathered: list[list[dict[str, float]]], arguments: argparse.Namespace
     alone = [times["all of it"] for times in gathered[0]]
     print(
         f"{arguments.millions:g} M coordinates, {arguments.ranks} ranks, "
-        f"{torch.get_num_threads()} thread(s) each, median of {arguments.rounds} rounds"
+        f"median of {arguments.rounds} rounds; each rank: {described()}"
     )
     print(f"  all of it, on one rank      {1e3 * statistics.median(alone):8.2f} ms   1.00 x")
     for rank, rounds in enumerate(gathered):
