@@ -267,9 +267,13 @@ def test_both_parts_of_a_pair_are_rounded_to_their_types(make, inplace):
         SecondMomentClippedPytree(sum_like(params(), 0.5), sum_like(params(), 0.5)),
         SecondMomentClippedPytree(sum_like(params(), 0.5), projection_radius=1.0),
     ):
+        given = [pair.gradient] if pair.square is None else [pair.gradient, pair.square]
+        kept = [[leaf.clone() for leaf in leaves(part.pytree)] for part in given]
         noised, _ = noise_fn(pair, state, inplace=inplace)
         for part in (noised.gradient, noised.square):
             assert tuple(leaf.dtype for leaf in leaves(part.pytree)) == DTYPES
+        for part, before in zip(given, kept, strict=True):
+            assert all(map(torch.equal, leaves(part.pytree), before)) != inplace
 
 
 def test_the_square_of_the_aggregate_moves_by_no_more_than_its_bound():
