@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+from opake_lightning.dpsgd.clipping import _tape
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     page
@@ -61,6 +63,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     module = types.ModuleType(f"snippets_of_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
+    # What a page adds to the rules of clipping ends with it.
+    for rules in ("RULES", "ROW_WISE"):
+        monkeypatch.setattr(_tape, rules, getattr(_tape, rules).copy())
     for block in found:
         if block.reason is None:
             # The page's name and line numbers, so that a traceback points into the page.
