@@ -7,39 +7,75 @@ example's loss depend on the others; so it is replaced by an object that raises 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
-import optree
 from torch import Tensor
 
+from opake_lightning._batches import take_apart
 from opake_lightning._tree import BATCH_NAMESPACE
 
 __all__ = ["Examples", "examples_of"]
 
 
 class _Withheld:
-    """Stands where something that is not a tensor stood; complains only when it is used."""
+    """Stands where something that is not a tensor stood; complains only when it is used.
 
-    __slots__ = ("_what",)
+    Guarantees: what a loss can learn from it is the place, and that there was something. The rest
+    of its methods, all of which refuse, are made from :data:`_USES`.
+    """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    __slots__ = ("_place",)
+
+    def __init__(self, place: str) -> None:
+        object.__setattr__(self, "_place", place)
+
+    def __repr__(self) -> str:
+        return f"<withheld: {self._place}>"
+
+    def __copy__(self) -> _Withheld:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Withheld:
+        return self
+
+    @property
+    def __class__(self) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # What isinstance asks for: False would send a string down the branch for what is none.
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del func, types
+        _refuse_first_of((args, kwargs))
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
-            f"{self._what} is not a tensor, so it cannot be cut into examples and is withheld from "
-            "the loss (it could carry other examples' data); turn it into a tensor with one row "
-            "per example in the dataset or collate_fn"
+            f"{self._place} is not a tensor, so it cannot be cut into examples and is withheld "
+            "from the loss (it could carry other examples' data); turn it into a tensor with one "
+            "row per example in the dataset or collate_fn"
         )
 
-    __getattr__ = __getitem__ = __call__ = __iter__ = __len__ = __bool__ = _refuse
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _refuse
-    __float__ = __int__ = __index__ = __str__ = __eq__ = __lt__ = __gt__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        return f"<withheld: {self._what}>"
+_ARITHMETIC = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+# Every special method that an expression, a statement or a built-in function calls. What is left
+# out is asked by the interpreter itself (new, init, del, get, ...), or falls back on one of these.
+_USES = (
+    *("getattr", "setattr", "delattr", "call", "hash", "bool", "str", "format", "bytes", "fspath"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "int", "float", "complex", "index"),
+    *("len", "getitem", "setitem", "delitem", "contains", "iter", "next", "reversed"),
+    *("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"),
+    *(prefix + name for name in _ARITHMETIC for prefix in ("", "r")),
+    *("enter", "exit", "aenter", "aexit", "await", "aiter", "anext"),
+    *("instancecheck", "subclasscheck", "reduce", "reduce_ex", "dir", "sizeof", "buffer"),
+    *("array", "array_ufunc", "array_function"),  # NumPy
+)
+for _name in _USES:
+    setattr(_Withheld, f"__{_name}__", _Withheld._refuse)  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,67 +84,76 @@ class Examples:
 
     Attributes:
         size: Number of examples, 0 for an empty draw.
-        tensors: The tensors, in the order of the flattened batch.
+        tensors: The tensors, in the order of the batch.
     """
 
     size: int
     tensors: tuple[Tensor, ...]
     _leaves: tuple[Any, ...]
     _slots: tuple[int, ...]
-    _treespec: Any
+    _assemble: Callable[[Iterable[Any]], tuple[Any, ...]]
 
     def of(self, tensors: tuple[Tensor, ...]) -> Examples:
         """The same for other examples, whose ``tensors`` are given."""
         return replace(self, size=len(tensors[0]), tensors=tensors)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The batch arguments with ``tensors`` in the places of the original ones."""
+        """New batch arguments with ``tensors`` in the places of the original ones.
+
+        Guarantees: They are of the same classes as the given ones (or a dict for a Mapping that
+        cannot be copied), share nothing with them that can be written to, and hold nothing of them
+        but what has no example in it: keys, None, functions, and what a class registered with
+        optree calls its metadata.
+        """
         leaves = list(self._leaves)
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
-        return cast("tuple[Any, ...]", optree.tree_unflatten(self._treespec, leaves))
+        return self._assemble(leaves)
 
 
 def examples_of(batch: tuple[Any, ...]) -> Examples:
     """Take the batch arguments apart.
 
     Args:
-        batch: The batch arguments, any pytrees. If all are ``None`` the draw was empty.
+        batch: The batch arguments, any containers. If all are ``None`` the draw was empty.
 
     Raises:
         ValueError: If there is no tensor, a tensor has no dimensions, or first sizes differ.
     """
-    paths, leaves, treespec = optree.tree_flatten_with_path(
-        cast("Any", batch), namespace=BATCH_NAMESPACE
-    )
+    parts = take_apart(batch, stand_in=_Withheld)
+    leaves, places = parts.leaves, parts.places
     if not leaves:
-        return Examples(0, (), (), (), treespec)
-    slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    names = [_name(path, single=len(batch) == 1) for path in paths]
+        return Examples(0, (), (), (), parts.assemble)
+    # By type: an isinstance is a use of what is withheld.
+    slots = tuple([i for i, leaf in enumerate(leaves) if type(leaf) is not _Withheld])
     if not slots:
+        kind = type(take_apart(batch).leaves[0]).__name__
         raise ValueError(
-            f"the batch holds no tensors, only {type(leaves[0]).__name__} at {names[0]}; return "
-            "tensors from the collate_fn, in containers that optree knows (tuple, list, dict, "
-            f"namedtuple, or a class registered with optree under namespace={BATCH_NAMESPACE!r})"
+            f"the batch holds no tensors, only {kind} at {places[0]}; return tensors from the "
+            "collate_fn, in containers (tuple, list, dict or another Mapping, namedtuple, "
+            "dataclass, or a class registered with optree under "
+            f"namespace={BATCH_NAMESPACE!r})"
         )
-    tensors = tuple(cast("Tensor", leaves[i]) for i in slots)
+    tensors = tuple([cast("Tensor", leaves[i]) for i in slots])
     for slot, tensor in zip(slots, tensors, strict=True):
         if tensor.dim() == 0:
             raise ValueError(
-                f"{names[slot]} is a tensor without dimensions, so it belongs to no example; give "
+                f"{places[slot]} is a tensor without dimensions, so it belongs to no example; give "
                 "it one row per example, or make it a constant of the module"
             )
         if len(tensor) != len(tensors[0]):
             raise ValueError(
-                f"{names[slot]} has {len(tensor)} rows but {names[slots[0]]} has {len(tensors[0])};"
-                " every tensor of a batch needs one row per example in its first dimension"
+                f"{places[slot]} has {len(tensor)} rows but {places[slots[0]]} has "
+                f"{len(tensors[0])}; every tensor of a batch needs one row per example in its "
+                "first dimension"
             )
-    kept = tuple(
-        leaf if isinstance(leaf, Tensor) else _Withheld(name)
-        for leaf, name in zip(leaves, names, strict=True)
-    )
-    return Examples(len(tensors[0]), tensors, kept, slots, treespec)
+    return Examples(len(tensors[0]), tensors, tuple(leaves), slots, parts.assemble)
 
 
-def _name(path: tuple[Any, ...], *, single: bool) -> str:
-    return "batch" + "".join(f"[{entry!r}]" for entry in (path[1:] if single else path))
+def _refuse_first_of(value: Any) -> None:
+    """Let the first withheld object among the arguments of a function complain."""
+    if type(value) is _Withheld:
+        value._refuse()  # pyright: ignore[reportPrivateUsage]
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_first_of(item)

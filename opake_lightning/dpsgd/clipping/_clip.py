@@ -85,15 +85,47 @@ class Engine:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a microbatch that run together.
+
+    Attributes:
+        index: Which rows.
+        draws: Set if they repeat random numbers that they were split by.
+        seed: A row whose random numbers the part draws; None goes on from where the microbatch
+            began.
+    """
+
+    index: Tensor
+    draws: Draws | None = None
+    seed: int | None = None
+
+    def split(self, split: Split) -> list[_Part]:
+        """The rows of each value, in the order in which values come."""
+        places: dict[Any, list[int]] = {}
+        for place, value in enumerate(split.values):
+            places.setdefault(value, []).append(place)
+        draws = self.draws
+        if draws is None and split.by_chance:
+            draws = Draws(len(self.index), torch.arange(len(self.index)))
+        parts: list[_Part] = []
+        for mine in places.values():
+            index = self.index[mine]
+            if draws is None:
+                parts.append(_Part(index, None, int(index[0])))
+            else:
+                parts.append(_Part(index, Draws(draws.whole, draws.rows[mine]), self.seed))
+        return parts
+
+
 class _Batch:
     def __init__(self, engine: Engine, request: Request, fence: Fence, caution: int) -> None:
         self._engine, self._request, self._fence = engine, request, fence
         self.caution = caution
         layout = in_float64(request.layout)
-        self._flats = layout.zeros()
-        self._sums = layout.views(self._flats)
-        self._squares = layout.zeros() if request.square_factors_of else None
-        self._square_sums = layout.views(self._squares) if self._squares else []
+        self._sums = layout.views(layout.zeros())
+        squared = request.square_factors_of is not None
+        self._square_sums = layout.views(layout.zeros()) if squared else None
         self._norms = [request.no_norms()]
         self._aux: list[Aux] = []
         self._used = [False] * len(request.params)
@@ -116,7 +148,7 @@ class _Batch:
         aux = None
         if self._request.has_aux and self._aux:
             aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
-        return ClippedSum(self._flats, torch.cat(self._norms, dim=1), aux, self._squares)
+        return ClippedSum(self._sums, torch.cat(self._norms, dim=1), aux, self._square_sums)
 
     def warn_of_unused(self) -> None:
         """Name the parameters that noise moves, and nothing else."""
@@ -159,20 +191,17 @@ class _Batch:
 
     def _passes(self, rows: Rows) -> Generator[tuple[Tensor | None, Pass]]:
         """The parts of a microbatch, each with what a pass over it found; None is all of it."""
-        n, before = len(rows[0]), _Random(self._request.device)
-        waiting: list[Tensor | None] = [None]
-        done = 0
+        n, start = len(rows[0]), _Random(self._request.device)
+        waiting, done = [_Part(torch.arange(n))], 0
         while waiting:
-            index = waiting.pop(0)
-            part = rows if index is None else tuple([t[index.to(t.device)] for t in rows])
-            draws = None if index is None else Draws(n, index)
-            if draws is not None:
-                before.again()
+            part = waiting.pop(0)
+            all_of_it = len(part.index) == n
+            mine = rows if all_of_it else tuple([t[part.index.to(t.device)] for t in rows])
             try:
-                found = self._with_caution(part, draws, before)
+                found = self._with_caution(mine, part, start)
             except Split as split:
                 self._fence.restore()
-                parts = _grouped(torch.arange(n) if index is None else index, split.values)
+                parts = part.split(split)
                 if done + len(waiting) + len(parts) <= _PARTS:
                     waiting = [*parts, *waiting]
                     continue
@@ -188,11 +217,11 @@ class _Batch:
                 )
             else:
                 done += 1
-                yield index, found
+                yield None if all_of_it else part.index, found
                 continue
             self._engine.say(why)
-            for i in (torch.arange(n) if index is None else index).tolist():
-                before.of_row(i)
+            for i in part.index.tolist():
+                start.of_row(i)
                 row = tuple([t[i : i + 1] for t in rows])
                 with _without_autocast(self._request.device) as ambient:
                     alone = run_alone(
@@ -200,9 +229,15 @@ class _Batch:
                     )
                 yield torch.tensor([i]), alone
 
-    def _with_caution(self, rows: Rows, draws: Draws | None, before: _Random) -> Pass:
+    def _with_caution(self, rows: Rows, part: _Part, start: _Random) -> Pass:
         """A pass with as much caution as it takes."""
+        again = False
         while True:
+            if part.seed is not None:
+                # What a row draws does not depend on how many rows other parts have.
+                start.of_row(part.seed)
+            elif again or part.draws is not None:
+                start.again()
             try:
                 with _without_autocast(self._request.device) as ambient:
                     return run_pass(
@@ -212,14 +247,13 @@ class _Batch:
                         self._fence,
                         ambient,
                         caution=self.caution,
-                        draws=draws,
+                        draws=part.draws,
                     )
             except Retry as retry:
                 self._fence.restore()
                 if retry.caution <= self.caution:
                     raise Alone("the loss's writes to its own tensors") from None
-                self.caution = retry.caution
-                before.again()
+                self.caution, again = retry.caution, True
 
     # -- sums -------------------------------------------------------------------------------------
 
@@ -236,7 +270,7 @@ class _Batch:
         if bool(usual.all()):
             factors = request.factors_of(norms)
             found.add_weighted(factors, request.groups, self._sums)
-            if request.square_factors_of is not None:
+            if request.square_factors_of is not None and self._square_sums is not None:
                 factors = request.square_factors_of(norms)
                 found.add_squares(factors, request.groups, self._square_sums)
             return norms
@@ -258,10 +292,11 @@ class _Batch:
             for out, row, group in zip(self._sums, rows, request.groups, strict=True):
                 if row is not None and bool(norm.isfinite().all()):
                     out.add_(row, alpha=float(request.factors_of(norm[:, None])[group, 0]))
-            if request.square_factors_of is None or not bool(norm.isfinite().all()):
+            squares = self._square_sums
+            if request.square_factors_of is None or squares is None or not bool(norm.isfinite().all()):
                 continue
             factors = request.square_factors_of(norm[:, None])[:, 0]
-            for out, row, group in zip(self._square_sums, rows, request.groups, strict=True):
+            for out, row, group in zip(squares, rows, request.groups, strict=True):
                 if row is not None:
                     out.add_((row * factors[group]).square_())
         return norms
@@ -279,14 +314,6 @@ def _norms(rows: list[Tensor | None], groups: tuple[int, ...], like: Tensor) -> 
     for row, group in filled:
         squared[group] += (row / peaks[group].clamp(min=1e-300)).square().sum()
     return peaks * squared.sqrt()
-
-
-def _grouped(index: Tensor, values: list[Any]) -> list[Tensor]:
-    """The rows of each value, in the order in which values come."""
-    parts: dict[Any, list[int]] = {}
-    for i, value in zip(index.tolist(), values, strict=True):
-        parts.setdefault(value, []).append(i)
-    return [torch.tensor(part) for part in parts.values()]
 
 
 def _in_order(parts: list[tuple[Tensor | None, Aux]]) -> Aux:

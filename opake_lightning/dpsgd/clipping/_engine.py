@@ -96,15 +96,16 @@ class ClippedSum:
     """What the engine returns.
 
     Attributes:
-        flats: The weighted sum of per-example gradients, packed, in float64.
+        sums: The weighted sum of per-example gradients, a float64 tensor for each leaf; views of
+            flat ones.
         norms: L2 norm of each example's gradient before clipping, float64, one row per group of
             parameters and one column per example: [G, B]. An example whose gradient is NaN or
             infinite anywhere has norm infinity in every group.
         aux: What the loss returned beside the loss, one row per example; None for an empty batch.
-        squares: The weighted sum of their squares, packed; None unless asked for.
+        squares: The weighted sum of their squares, likewise; None unless asked for.
     """
 
-    flats: list[Tensor]
+    sums: list[Tensor]
     norms: Tensor
     aux: Aux
     squares: list[Tensor] | None = None

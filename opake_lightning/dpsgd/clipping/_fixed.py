@@ -18,16 +18,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+import optree
 import torch
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning._tree import Layout, in_float64, layout_of, unpack
+from opake_lightning._tree import Layout, layout_of
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.dpsgd.clipping._clip import Engine
 from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
-from opake_lightning.dpsgd.clipping._fence import owners_of
 from opake_lightning.dpsgd.clipping._groups import group_numbers
+from opake_lightning.dpsgd.clipping._places import owners_of
 from opake_lightning.dpsgd.clipping._rule import (
     ClippingNorm,
     ClipState,
@@ -249,16 +250,16 @@ def _clipped(
     radius: float | None,
 ) -> ClippedPytree | SecondMomentClippedPytree:
     report = ClipReport(result.norms, bounds)
-    kept = in_float64(layout)
+    treespec = layout.treespec
     released = {i: group.dtype for group in layout.groups for i in group.members}
     dtypes = tuple([released[i] for i in range(len(released))])
     gradient = ClippedPytree(
-        unpack(result.flats, kept), math.hypot(*bounds) / scale, report, dtypes
+        optree.tree_unflatten(treespec, result.sums), math.hypot(*bounds) / scale, report, dtypes
     )
     if result.squares is not None:
         # The squares of a group have a norm of at most C_k^2.
         most = math.hypot(*(bound**2 for bound in bounds))
-        square = ClippedPytree(unpack(result.squares, kept), most / scale, None, dtypes)
+        square = ClippedPytree(optree.tree_unflatten(treespec, result.squares), most / scale, None, dtypes)
         return SecondMomentClippedPytree(gradient, square=square)
     if radius is not None:
         return SecondMomentClippedPytree(gradient, projection_radius=radius)

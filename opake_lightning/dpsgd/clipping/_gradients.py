@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, cast, final
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "Dense",
     "Gradients",
     "Outer",
+    "Places",
     "Pulled",
     "Rows",
     "Sum",
@@ -124,19 +126,60 @@ class Dense(Gradients):
 
 
 @final
+class Places(Gradients):
+    """Sums over all places of an example, as that of a bias is.
+
+    Args:
+        values: Of any shape that has size · T · shape elements, in this order.
+        size: Number of examples.
+        keep: How many dimensions, the last ones, are the tensor's.
+    """
+
+    def __init__(self, values: Tensor, size: int, keep: int) -> None:
+        self.values, self.size = values, size
+        self.shape = values.shape[values.dim() - keep :]
+
+    def dense(self, rows: slice) -> Tensor:
+        """The gradients of some examples."""
+        return _wide(_by_example(self.values, self.size, self.shape)[rows]).sum(1)
+
+    def formed(self) -> Dense | None:
+        """All of them, unless they are so small that others of their kind wait for them."""
+        return Dense(self.dense(slice(None))) if self.kind() is None else None
+
+    def kind(self) -> Hashable:
+        """Small ones of one shape."""
+        if self.values.numel() > _SMALL:
+            return None
+        return self.values.shape, self.shape, self.values.dtype, self.values.device
+
+
+@final
 class Outer(Gradients):
     r"""Sums of outer products, :math:`G_i = \sum_t a_{it} b_{it}^\top`: a matrix in a product.
 
     Args:
-        a: Shape [size, T, rows of the matrix].
-        b: Shape [size, T, columns of the matrix].
+        a: Of any shape that has size · T · rows of the matrix elements, rows last.
+        b: The same with columns of the matrix.
+        size: Number of examples.
         shape: The tensor's shape, if it is not [rows, columns].
     """
 
-    def __init__(self, a: Tensor, b: Tensor, shape: torch.Size | None = None) -> None:
-        self.a, self.b = _wide(a), _wide(b)
-        self._matrix = torch.Size((a.shape[2], b.shape[2]))
-        self.shape, self.size = shape or self._matrix, len(a)
+    def __init__(self, a: Tensor, b: Tensor, size: int, shape: torch.Size | None = None) -> None:
+        self._raw = a, b
+        self._matrix = torch.Size((a.shape[-1], b.shape[-1]))
+        self.shape, self.size = shape or self._matrix, size
+        self._length = a.numel() // max(1, size * a.shape[-1])  # T
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Shape [size, T, rows of the matrix]."""
+        return _wide(_by_example(self._raw[0], self.size, self._matrix[:1]))
+
+    @cached_property
+    def b(self) -> Tensor:
+        """Shape [size, T, columns of the matrix]."""
+        return _wide(_by_example(self._raw[1], self.size, self._matrix[1:]))
 
     def dense(self, rows: slice) -> Tensor:
         """The gradients of some examples."""
@@ -144,7 +187,7 @@ class Outer(Gradients):
 
     def squared_norms(self) -> Tensor:
         """Squared norms, by whichever way takes less."""
-        if self.a.shape[1] == 1:
+        if self._length == 1:
             # In float64: one of them may be too small, or too large, for a float32 square.
             return squared_norms(self.a.double()) * squared_norms(self.b.double())
         # In float64: what cancels over t would leave too few digits of a float32 product.
@@ -156,7 +199,7 @@ class Outer(Gradients):
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
         """Add the weighted sum to ``out``, as one matrix product."""
-        length, (p, q) = self.a.shape[1], self._matrix
+        length, (p, q) = self._length, self._matrix
         matrix = out.view(self._matrix)
         step = max(1, _CHUNK // max(1, length * min(p, q)), 512 // max(1, length))
         for start in range(0, self.size, step):
@@ -167,18 +210,19 @@ class Outer(Gradients):
 
     def kind(self) -> Hashable:
         """Small ones of one shape."""
-        if self.shape.numel() > _SMALL:
+        a, b = self._raw
+        if self.shape.numel() > _SMALL or max(a.numel(), b.numel()) > _SMALL:
             return None
-        return self.a.shape, self.b.shape, self.shape, self.a.dtype, self.a.device
+        return a.shape, b.shape, self.shape, a.dtype, b.dtype, a.device
 
     def _prefers_gram(self) -> bool:
         """Whether products of all pairs of t take less than the gradient itself."""
         p, q = self._matrix
-        return _GRAM_COST * self.a.shape[1] * (p + q) <= p * q
+        return _GRAM_COST * self._length * (p + q) <= p * q
 
     def formed(self) -> Dense | None:
         """All of them: to read them once more takes less than another product over t."""
-        if self.a.shape[1] < FORMED_FROM or self._prefers_gram():
+        if self._length < FORMED_FROM or self._prefers_gram():
             return None
         values = _pool.empty(self.size * self.shape.numel(), self.a.dtype, self.a.device)
         values = values.view(self.size, *self._matrix)
@@ -190,7 +234,13 @@ class Outer(Gradients):
     def joined(self, other: Outer) -> Outer:
         """The sum of both, which is one more of this kind."""
         a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
-        return Outer(a, b, self.shape)
+        return Outer(a, b, self.size, self.shape)
+
+    @staticmethod
+    def of_all(members: Sequence[Outer]) -> Outer:
+        """The gradients of leaves of one kind as those of one, leaf after leaf."""
+        a, b = (torch.stack([m._raw[i] for m in members]) for i in (0, 1))
+        return Outer(a, b, len(members) * members[0].size, members[0].shape)
 
 
 @final
@@ -362,7 +412,7 @@ def total(parts: list[Gradients]) -> Gradients:
     """Gradients of a leaf from those of each of its uses."""
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, Dense) for part in parts):
+    if all(isinstance(part, (Dense, Places)) for part in parts):
         return Dense(torch.stack([part.dense(slice(None)) for part in parts]).sum(0))
     first, *others = parts
     if isinstance(first, Outer) and all(isinstance(part, Outer) for part in others):
@@ -411,8 +461,17 @@ def _add_weighted(values: Tensor, factors: Tensor, out: Tensor) -> None:
         total[columns].addmv_(rows[:, columns].double().t(), factors)
 
 
+def _by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
+    """Shape [size, T, *shape], T all places of an example."""
+    places = values.numel() // max(1, size * shape.numel())
+    if not values.numel():
+        places = values.shape[: values.dim() - len(shape)].numel() // size
+    return values.reshape(size, places, *shape)
+
+
 def _wide(values: Tensor) -> Tensor:
-    return values.to(wide(values.dtype))
+    kind = wide(values.dtype)
+    return values if values.dtype == kind else values.to(kind)
 
 
 @final
@@ -428,11 +487,13 @@ class Alike:
 
     def _stacked(self) -> Dense | Outer:
         """All members as one, leaf after leaf."""
-        if isinstance(self.members[0], Dense):
-            return Dense(torch.cat([cast("Dense", m).values for m in self.members]))
-        members = cast("Sequence[Outer]", self.members)
-        a, b = torch.cat([m.a for m in members]), torch.cat([m.b for m in members])
-        return Outer(a, b, members[0].shape)
+        first, n = self.members[0], len(self.members)
+        if isinstance(first, Outer):
+            return Outer.of_all(cast("Sequence[Outer]", self.members))
+        values = torch.stack([cast("Dense | Places", m).values for m in self.members])
+        if isinstance(first, Dense):
+            return Dense(values.flatten(0, 1))
+        return Dense(_wide(_by_example(values, n * first.size, first.shape)).sum(1))
 
     def squared_norms(self) -> Tensor:
         """Squared L2 norms, float64, shape [members, size]."""

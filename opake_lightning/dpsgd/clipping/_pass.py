@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import optree
@@ -59,6 +59,7 @@ class Pass:
     size: int
     kept_bytes: int
     has_gradient: bool
+    _kinds: list[Any] = field(default_factory=list[Any])  # what _by_kind found
 
     def norms(self, groups: Sequence[int], n_groups: int, device: torch.device) -> Tensor:
         """L2 norms in each group of leaves, float64, shape [groups, size]."""
@@ -87,6 +88,8 @@ class Pass:
                 gradient.add_squares(factors[group], out)
 
     def _by_kind(self) -> tuple[list[tuple[list[int], Alike]], list[tuple[int, Gradients]]]:
+        if self._kinds:
+            return self._kinds[0]
         kinds: dict[Hashable, list[int]] = {}
         others: list[tuple[int, Gradients]] = []
         for number, gradient in enumerate(self.gradients):
@@ -104,6 +107,7 @@ class Pass:
                 others += zip(numbers, members, strict=True)
             else:
                 alike.append((numbers, Alike(members)))
+        self._kinds.append((alike, others))
         return alike, others
 
 
@@ -162,7 +166,7 @@ def run_pass(
                 copies, *[t.detach().unsqueeze(1) for t in rows]
             )
             tape = tapes[0]
-            fence.passed(tape.read)
+            fence.passed()
             gradients, kept = _backward(tape, losses, copies)
         except (PrivacyError, torch.OutOfMemoryError):
             raise
@@ -316,7 +320,7 @@ def run_alone(
             if watch.refusal is not None:
                 raise watch.refusal
         loss = _one_number(loss)
-        fence.passed("", strict=True)
+        fence.passed(strict=True)
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             # Not backward(), which would also write to what is not a parameter here.

@@ -20,8 +20,12 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """What ``func`` says of each example, if it says the same of all."""
     inner = _seen(tape, func, args[0])
     if inner is None:
-        return NotImplemented
-    place = tape.read = place_of(func)
+        # An array would share the memory, and writes to it would not be seen.
+        shared = func is Tensor.numpy and isinstance(tape, Tape) and tape.fence.owns(args[0])
+        return func(args[0].clone(), *args[1:], **kwargs) if shared else NotImplemented
+    place = place_of(func)
+    tape.fence.reads(place)
+    tape.read_by_chance |= tape.is_random(args)
     with outside(), torch.no_grad():
         values = inner.detach()
         if values[0].numel() == 1:
@@ -35,7 +39,7 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 flat.dtype == torch.bfloat16
             ) else [row.tobytes() for row in flat.numpy()]
         if any(key != keys[0] for key in keys):
-            raise Split(keys, place)
+            raise Split(keys, place, by_chance=tape.read_by_chance)
         # A copy, as an array may share the memory of the rows.
         return func(values[0].clone(), *args[1:], **kwargs)
 
@@ -59,6 +63,7 @@ def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         same = (left == right).all()
     else:
         same = torch.isclose(*args, **kwargs).all()
+    tape.read_by_chance |= tape.is_random(args)
     return _read(tape, Tensor.__bool__, (same,), {})
 
 
@@ -66,6 +71,7 @@ def _contains(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     del kwargs
     if _seen(tape, func, args[0]) is None and _seen(tape, func, args[1]) is None:
         return NotImplemented
+    tape.read_by_chance |= tape.is_random(args)
     return _read(tape, Tensor.__bool__, ((args[0] == args[1]).any(),), {})
 
 
@@ -84,6 +90,7 @@ _ANSWERS: dict[Any, Callable[[Any], Any]] = {
 }  # fmt: skip
 _READS = (
     *_ANSWERS, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__complex__,
+    Tensor.__repr__, Tensor.__format__,  # which would show all rows
 )  # fmt: skip
 CHECKS.update(dict.fromkeys(_READS, _read))
 CHECKS.update(

@@ -37,7 +37,7 @@ from opake_lightning.dpsgd.clipping._functions import (
     name_of,
     writes,
 )
-from opake_lightning.dpsgd.clipping._gradients import Gradients
+from opake_lightning.dpsgd.clipping._gradients import Gradients, Outer, Places
 from opake_lightning.dpsgd.clipping._torch import outside
 from opake_lightning.errors import PrivacyError
 
@@ -49,6 +49,8 @@ RULES: dict[Any, Rule] = {}
 CHECKS: dict[Any, Callable[..., Any]] = {}
 # Functions in other words, which have rules.
 BODIES: dict[Any, Callable[..., Any]] = {}
+# What stands in for functions that torch.func.vmap gets wrong if a parameter is batched.
+OF_COPIES: dict[Any, Callable[..., Any]] = {}
 # Functions whose rule is better than vmap's own way even where no parameter is in it.
 ROW_WISE: set[Any] = set()
 
@@ -69,6 +71,10 @@ class NoRule(Exception):  # noqa: N818  (nothing is wrong: the use gets an expan
     """The rule does not cover this call."""
 
 
+class _NoData(NoRule):
+    """The call is of parameters and constants alone."""
+
+
 class Split(BaseException):
     """The loss asked for a Python value, and examples differ in it.
 
@@ -77,11 +83,12 @@ class Split(BaseException):
     Attributes:
         values: One for each row, equal where rows may stay together.
         place: Which function asked, and where.
+        by_chance: Whether the values may depend on random numbers, which parts must then repeat.
     """
 
-    def __init__(self, values: list[Any], place: str) -> None:
+    def __init__(self, values: list[Any], place: str, *, by_chance: bool) -> None:
         super().__init__(place)
-        self.values, self.place = values, place
+        self.values, self.place, self.by_chance = values, place, by_chance
 
 
 class Caution:
@@ -162,8 +169,8 @@ class Tape(TorchFunctionMode):
         uses: What was recorded; an entry is taken out when the gradient of its output arrives.
         copies: Parameters that were expanded, with the expanded view, whose gradient has a row for
             each example.
-        read: Where the loss got a Python value of the batch, "" if it did not.
         failure: What vmap could not run, and where; "" if there was nothing.
+        read_by_chance: Whether a value that was read depends on random numbers.
         refusal: Why the loss is refused, if something that caught exceptions has hidden it.
     """
 
@@ -189,8 +196,9 @@ class Tape(TorchFunctionMode):
         self.tracked: list[Tensor] = []
         self.packed: dict[int, tuple[Tensor, Tensor]] = {}
         self.found: Callable[[Use, Tensor], None] | None = None
-        self.read = self.failure = self.stale = ""
+        self.failure = self.stale = ""
         self.refusal: PrivacyError | None = None
+        self.read_by_chance = self._drew = False
         self.level = 0
         self._data: set[int] = set()
         self._used: set[int] = set()
@@ -217,6 +225,25 @@ class Tape(TorchFunctionMode):
         """Run ``func``, seeing what goes in and comes out."""
         del types
         kwargs = kwargs or {}
+        out = self._call(func, args, kwargs)
+        if self._drew or func in RANDOM:
+            self._drew = True
+            if func in RANDOM or self.is_random(args) or self.is_random(kwargs.values()):
+                for value in (out,) if isinstance(out, Tensor) else _tensors(out):
+                    value._opake_random = True  # type: ignore[attr-defined]
+        return out
+
+    def is_random(self, values: Iterable[Any]) -> bool:
+        """Whether a tensor in ``values`` depends on random numbers that were drawn in the loss."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if hasattr(value, "_opake_random"):
+                    return True
+            elif isinstance(value, (tuple, list)) and self.is_random(cast("Any", value)):
+                return True
+        return False
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (check := CHECKS.get(func)) is not None:
             answer = check(self, func, args, kwargs)
             if answer is not NotImplemented:
@@ -226,12 +253,11 @@ class Tape(TorchFunctionMode):
         if kwargs:
             self._find(kwargs.values(), params)
         if self._wide is not None:
-            return self._run(func, *self._with_copies(args, kwargs)) if params else self._run(
-                func, args, kwargs
-            )
+            run = self._without_rule if params else self._run
+            return run(func, args, kwargs)
         if params:
             return self._with_params(func, args, kwargs, params)
-        if func in ROW_WISE and _torch.level_now() == self.level and self.any_batched(args):
+        if func in ROW_WISE and _torch.level_now() == self.level:
             try:
                 return self.by_rule(RULES[func], func, args, kwargs)
             except NoRule:
@@ -269,18 +295,21 @@ class Tape(TorchFunctionMode):
             self._check_write(func, args, kwargs)
         inner = _torch.level_now() != self.level
         if inner or self.caution >= Caution.NO_RULES or func in RANDOM:
-            return self._run(func, *self._with_copies(args, kwargs))
-        if not self.any_batched((args, kwargs)):
-            return self._compute(func, args, kwargs, params)
-        if (rule := RULES.get(func)) is not None:
+            return self._without_rule(func, args, kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
             try:
                 return self.by_rule(rule, func, args, kwargs)
+            except _NoData:
+                return self._compute(func, args, kwargs, params)
             except (NoRule, TypeError, IndexError, AttributeError):
                 pass  # arguments that the rule does not have; if they are wrong, torch says so
+        if not self.any_batched((args, kwargs)):
+            return self._compute(func, args, kwargs, params)
         if (body := BODIES.get(func) or body_of(func)) is not None:
             with self:
                 return body(*args, **kwargs)
-        return self._run(func, *self._with_copies(args, kwargs))
+        return self._without_rule(func, args, kwargs)
 
     # -- what tensors are -----------------------------------------------------------------------
 
@@ -332,9 +361,12 @@ class Tape(TorchFunctionMode):
                 return type(value)([physical(item) for item in cast("Iterable[Any]", value)])
             return value
 
+        # What is computed here is seen by no level, so it must write to nothing.
         with outside():
             args = [physical(arg) for arg in args]
             kwargs = {name: physical(value) for name, value in kwargs.items()}
+            if not data:
+                raise _NoData
             before, self._data = self._data, data
             try:
                 out = rule(self, func, *args, **kwargs)
@@ -350,7 +382,16 @@ class Tape(TorchFunctionMode):
         """Shape [size, T, last ``keep`` dimensions], T all places of an example."""
         end = value.dim() - keep
         places = value.shape[:end].numel() // self.size
-        return value.reshape(self.size, places, *value.shape[end:])
+        shape = (self.size, places, *value.shape[end:])
+        return value if value.shape == shape else value.reshape(shape)
+
+    def summed(self, value: Tensor, keep: int) -> Places:
+        """Gradients that are the sum over all places of an example."""
+        return Places(value, self.size, keep)
+
+    def outer(self, a: Tensor, b: Tensor, shape: torch.Size | None = None) -> Outer:
+        """Gradients that are the sum of outer products over all places of an example."""
+        return Outer(a, b if b.dtype == a.dtype else b.to(a.dtype), self.size, shape)
 
     def own(self, value: Any) -> Tensor:
         """A tensor, inside of a rule, with a row for each example, whatever it is."""
@@ -420,6 +461,9 @@ class Tape(TorchFunctionMode):
         return self.anchors[device]
 
     # -- uses without a rule ----------------------------------------------------------------------
+
+    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(OF_COPIES.get(func, func), *self._with_copies(args, kwargs))
 
     def _with_copies(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

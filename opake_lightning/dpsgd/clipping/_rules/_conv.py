@@ -178,7 +178,7 @@ def _recorded(
     input: Tensor,
 ) -> Tensor:
     def biases(dy: Tensor) -> Gradients:
-        return Dense(tape.rows(dy.flatten(3).sum(3), 1).sum(1))
+        return tape.summed(dy.flatten(3).sum(3), 1)
 
     output = output.unflatten(0, input.shape[:2])
     return tape.record(name, output, [(weight, weights), (bias, biases)], input)

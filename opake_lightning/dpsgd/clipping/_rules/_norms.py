@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients
+from opake_lightning.dpsgd.clipping._gradients import Gradients
 from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
 
 __all__: list[str] = []
@@ -32,9 +32,9 @@ def _affine(
 
     def reduced(values: Tensor) -> Gradients:
         if last:
-            return Dense(tape.rows(values, last).sum(1))
+            return tape.summed(values, last)
         by_channel = values.flatten(3).sum(3) if values.dim() > 3 else values
-        return Dense(tape.rows(by_channel, 1).sum(1))
+        return tape.summed(by_channel, 1)
 
     def weights(dy: Tensor) -> Gradients:
         with torch.no_grad():
@@ -127,7 +127,7 @@ def _group_norm(
         )  # fmt: skip
 
     def made(index: int) -> Callable[[Tensor], Gradients]:
-        return lambda dy: Dense(tape.rows(both(dy)[index].view(n, channels), 1).sum(1))
+        return lambda dy: tape.summed(both(dy)[index].view(n, channels), 1)
 
     output = output.view(input.shape)
     return tape.record("group_norm", output, [(weight, made(1)), (bias, made(2))], input)

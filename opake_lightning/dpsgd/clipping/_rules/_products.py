@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer
+from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients
 from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
 
 __all__: list[str] = []
@@ -19,16 +19,18 @@ def _linear(tape: Tape, func: Any, input: Tensor, weight: Any, bias: Any = None)
     """Y = x Wᵀ + b: dW = Σₜ dyₜ xₜᵀ, db = Σₜ dyₜ."""
     if not tape.is_data(input) or tape.is_data(weight) or tape.is_data(bias) or weight.dim() != 2:
         raise NoRule
-    output = func(input, tape.value(weight), tape.value(bias))
+    # All places below each other: so the output is no view, and may be written to.
+    places = input.reshape(-1, input.shape[-1])
+    output = func(places, tape.value(weight), tape.value(bias))
 
     def weights(dy: Tensor) -> Gradients:
-        # As under autocast, the input has the type of the output.
-        return Outer(tape.rows(dy, 1), tape.rows(input.detach().to(dy.dtype), 1))
+        return tape.outer(dy, input.detach())
 
     def biases(dy: Tensor) -> Gradients:
-        return Dense(tape.rows(dy, 1).sum(1))
+        return tape.summed(dy, 1)
 
-    return tape.record("linear", output, [(weight, weights), (bias, biases)], input)
+    output = tape.record("linear", output, [(weight, weights), (bias, biases)], input)
+    return output.view(*input.shape[:-1], output.shape[-1])
 
 
 @rule_for(functional.bilinear)
@@ -45,10 +47,10 @@ def _bilinear(
     def weights(dy: Tensor) -> Gradients:
         x, z = (tape.rows(value.detach().to(dy.dtype), 1) for value in (input1, input2))
         pairs = tape.rows(dy, 1).unsqueeze(3) * x.unsqueeze(2)
-        return Outer(pairs.flatten(2), z, weight.shape)
+        return tape.outer(pairs.flatten(2), z, weight.shape)
 
     def biases(dy: Tensor) -> Gradients:
-        return Dense(tape.rows(dy, 1).sum(1))
+        return tape.summed(dy, 1)
 
     return tape.record("bilinear", output, [(weight, weights), (bias, biases)], input1, input2)
 
@@ -65,7 +67,7 @@ def _matmul(tape: Tape, func: Any, left: Tensor, right: Tensor) -> Tensor:
 
     def weights(dy: Tensor) -> Gradients:
         x, dy = left.detach().to(dy.dtype), dy.unsqueeze(-1) if right.dim() == 1 else dy
-        return Outer(tape.rows(x, 1), tape.rows(dy, 1), right.shape)
+        return tape.outer(x, dy, right.shape)
 
     return tape.record("matmul", output, [(right, weights)], left)
 
@@ -77,7 +79,7 @@ def _matmul_left(tape: Tape, left: Tensor, right: Tensor) -> Tensor:
     output = torch.matmul(tape.value(left), right)
 
     def weights(dy: Tensor) -> Gradients:
-        return Outer(tape.rows(dy.mT, 1), tape.rows(right.detach().to(dy.dtype).mT, 1))
+        return tape.outer(dy.mT, right.detach().mT)
 
     return tape.record("matmul", output, [(left, weights)], right)
 
@@ -94,11 +96,10 @@ def _addmm(
     output = functional.linear(left, tape.value(right).t(), tape.value(bias))
 
     def weights(dy: Tensor) -> Gradients:
-        return Outer(tape.rows(left.detach().to(dy.dtype), 1), tape.rows(dy, 1))
+        return tape.outer(left.detach().to(dy.dtype), dy)
 
     def biases(dy: Tensor) -> Gradients:
-        summed = tape.rows(dy, 1).sum(1)
-        return Dense(summed.sum(1, keepdim=True) if bias.shape[0] == 1 else summed)
+        return tape.summed(dy.sum(-1, keepdim=True) if bias.shape[0] == 1 else dy, 1)
 
     return tape.record("addmm", output, [(bias, biases), (right, weights)], left)
 

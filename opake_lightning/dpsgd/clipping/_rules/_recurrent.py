@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning.dpsgd.clipping import _torch
-from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer
+from opake_lightning.dpsgd.clipping._gradients import Gradients
 from opake_lightning.dpsgd.clipping._tape import BODIES, CHECKS, NoRule, Tape, rule_for
 
 __all__: list[str] = []
@@ -184,20 +184,20 @@ def _layer(
         return torch.cat([dr, dz, dn * r], 2)
 
     def of_input(d: Tensor) -> Gradients:
-        return Outer(by_example(d), by_example(x.detach()))
+        return tape.outer(by_example(d), by_example(x.detach()))
 
     def of_state(d: Tensor) -> Gradients:
-        return Outer(by_example(recurrent(d)), by_example(torch.stack(cell.states[:steps])))
+        return tape.outer(by_example(recurrent(d)), by_example(torch.stack(cell.states[:steps])))
 
     def of_shift(d: Tensor) -> Gradients:
-        return Dense(by_example(d).sum(1))
+        return tape.summed(by_example(d), 1)
 
     def of_state_shift(d: Tensor) -> Gradients:
-        return Dense(by_example(recurrent(d)).sum(1))
+        return tape.summed(by_example(recurrent(d)), 1)
 
     def of_projection(d: Tensor) -> Gradients:
         gates = torch.stack(cell.gates)
-        return Outer(by_example(d), by_example(gates.chunk(4, 2)[3] * torch.stack(cell.inner)))
+        return tape.outer(by_example(d), by_example(gates.chunk(4, 2)[3] * torch.stack(cell.inner)))
 
     uses = [(w_in, of_input), (w, of_state), (b_in, of_shift), (b, of_state_shift)]
     g = tape.record(kind, functional.linear(x, tape.value(w_in), shift), uses, x)

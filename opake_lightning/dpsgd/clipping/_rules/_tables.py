@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning.dpsgd.clipping._gradients import Gradients, Rows
-from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import OF_COPIES, NoRule, Tape, rule_for
 
 __all__: list[str] = []
 
@@ -43,6 +43,30 @@ def _torch_embedding(
     output = func(tape.value(weight), indices, padding_idx)
     padding = padding_idx if padding_idx >= 0 else None
     return _looked_up(tape, "embedding", output, indices, weight, padding)
+
+
+def _of_copies(input: Tensor, weight: Tensor, padding_idx: Any = None, *rest: Any, **more: Any) -> Any:
+    """Row lookup in a table of each example's own.
+
+    Under vmap torch lays such tables behind each other, but takes ``padding_idx`` for a row of the
+    first; here that row is one without a gradient instead.
+    """
+    out = functional.embedding(input, weight, None, *rest, **more)
+    if padding_idx is None:
+        return out
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, out.detach(), out)
+
+
+def _torch_of_copies(weight: Tensor, indices: Tensor, padding_idx: int = -1, *rest: Any) -> Any:
+    by_freq, sparse = (*rest, False, False)[:2]
+    return _of_copies(
+        indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, by_freq, sparse
+    )
+
+
+OF_COPIES[functional.embedding] = _of_copies
+OF_COPIES[torch.embedding] = _torch_of_copies
 
 
 @rule_for(Tensor.__getitem__)

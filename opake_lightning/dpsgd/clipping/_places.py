@@ -1,0 +1,335 @@
+"""Where Python code can keep things: what hangs on an object, and how to see that it has changed.
+
+A *holder* (a dictionary, list, object with slots, class, closure cell, ...) is compared by the
+identity of what it holds. A *value* that changes in place (an array of NumPy, an iterator) is
+compared by its content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import functools
+import random
+import sys
+import types
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ABSENT",
+    "Held",
+    "Places",
+    "below",
+    "content_of",
+    "owners_of",
+    "put",
+    "set_state",
+    "state_of",
+]
+
+ABSENT = object()
+_ATOMS = {
+    int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size,
+    torch.memory_format, types.BuiltinFunctionType, weakref.ref, range, slice, property,
+    staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, type(Ellipsis),
+}  # fmt: skip
+# Objects and classes of these are no place where a loss leaves things, and lead to all there is.
+_FOREIGN = {
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "opake_lightning", "numpy",
+    "builtins", "typing", "abc", "enum", "functools", "weakref", "logging", "threading", "hypothesis",
+    "_pytest", "pytest", "optree", "torchmetrics", "collections", "types", "dataclasses", "re", "os",
+    "pathlib", "_thread", "transformers", "peft", "jsonargparse",
+}  # fmt: skip
+# Beyond these a holder is compared by its length and its ends.
+_LONG, _ENDS = 256, 8
+# Bytes of an array that are compared; of a longer one, as many spread over it.
+_BYTES = 1 << 16
+_MOST = 50_000  # places; who has more keeps data there
+# What torch.nn.Module keeps of hooks: dictionaries that are mostly empty, and seen by their lengths.
+_HOOKS = (
+    "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks", "_non_persistent_buffers_set",
+)  # fmt: skip
+_DROPPED = {"_parameters", "_buffers", "_modules", "__dict__", ""}
+_ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
+_RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+@dataclass(slots=True)
+class Held:
+    """A holder, its name, and what it held."""
+
+    place: Any
+    path: str
+    before: dict[Any, Any]
+
+    def now(self) -> dict[Any, Any]:
+        """What it holds now."""
+        return _contents(self.place)
+
+    def changed(self) -> dict[Any, Any] | None:
+        """What it holds now, if that is not what it held."""
+        place, before = self.place, self.before
+        kind = cast("Any", type(place))
+        if kind is dict and len(place) == len(before):
+            # Asked of every module in every step.
+            if all(map(is_, place.values(), before.values())) and all(map(is_, place, before)):
+                return None
+        elif kind is list and len(place) == len(before):
+            if all(map(is_, place, before.values())):
+                return None
+        now = _contents(place)
+        same = len(now) == len(before) and all(
+            [before.get(key, ABSENT) is value for key, value in now.items()]
+        )
+        return None if same else now
+
+
+class Places:
+    """All places that can be reached from some owners.
+
+    Args:
+        owners: Modules, functions, containers and other objects.
+
+    Attributes:
+        held: The holders.
+        values: Values that change in place, with their names and contents.
+        random: Generators of random numbers, with their states.
+        tensors: All tensors; most have no attributes, and get none.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self.held: list[Held] = []
+        self.values: list[tuple[Any, str, Any]] = []
+        self.random: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self._seen: set[int] = set()
+        for owner in owners:
+            self._visit(owner, "")
+
+    def _visit(self, value: Any, path: str) -> None:
+        kind = cast("Any", type(value))
+        if kind in _ATOMS or id(value) in self._seen or len(self.held) > _MOST:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            if value.__dict__:
+                self._hold(value.__dict__, path)
+        elif isinstance(value, (dict, list, set, deque, types.CellType)):
+            self._hold(value, path)
+        elif isinstance(value, (tuple, frozenset)):
+            for key, child in enumerate(cast("Iterable[Any]", value)):
+                self._visit(child, below(path, key))
+        elif isinstance(value, _ARRAYS) or kind.__module__ == "itertools":
+            self.values.append((value, path, content_of(value)))
+        elif isinstance(value, types.GeneratorType):
+            self.values.append((value, path, content_of(value)))
+        elif isinstance(value, _RANDOM):
+            self.random.append((value, state_of(value)))
+        else:
+            self._visit_object(value, kind, path)
+
+    def _visit_object(self, value: Any, kind: Any, path: str) -> None:
+        if isinstance(value, types.FunctionType):
+            self._visit_function(value, path)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__func__, path)
+            self._visit(value.__self__, path)
+        elif isinstance(value, functools.partial):
+            for child in (value.func, value.args, value.keywords):
+                self._visit(child, path)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.values.append((value, path, content_of(value)))
+            self._visit(value.__wrapped__, path)
+        elif isinstance(value, type):
+            if not _is_foreign(value.__module__):
+                self._hold(value, path or value.__name__)
+        elif (
+            isinstance(value, (nn.Module, types.SimpleNamespace, argparse.Namespace))
+            or not _is_foreign(kind.__module__)
+        ):
+            path = path or kind.__name__
+            for base in kind.__mro__:
+                if not _is_foreign(base.__module__):
+                    self._visit(base, base.__name__)
+            for base in kind.__mro__:
+                if vars(base).get("__slots__") and not isinstance(value, nn.Module):
+                    self._hold(value, path)
+                    break
+            if isinstance(value, nn.Module):
+                self.values.append((value, f"the hooks of {path}", content_of(value)))
+                for name, child in value._modules.items():  # all of them, however many
+                    self._visit(child, below(path, name))
+            if hasattr(value, "__dict__"):
+                self._visit(vars(value), path)
+
+    def _visit_function(self, function: types.FunctionType, path: str) -> None:
+        if _is_foreign(function.__module__ or ""):
+            return
+        for cell in function.__closure__ or ():
+            self._visit(cell, "")
+        for child in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+            self._visit(child, path)
+        # What it and its neighbours may rebind by `global`, and the containers among it.
+        around = function.__globals__
+        if id(around) not in self._seen:
+            self._seen.add(id(around))
+            before = _contents(around)
+            self.held.append(Held(around, around.get("__name__", ""), before))
+            for key, child in before.items():
+                if isinstance(child, (dict, list, set, deque, *_ARRAYS)) and key[:2] != "__":
+                    self._visit(child, str(key))
+
+    def _hold(self, value: Any, path: str) -> None:
+        before = _contents(value)
+        self.held.append(Held(value, path, before))
+        for key, child in before.items():
+            if type(child) not in _ATOMS and key not in _HOOKS:
+                self._visit(child, below(path, key))
+
+
+def owners_of(loss_fn: Any) -> list[Any]:
+    """What a loss function may write to: its ``owners`` if it names them, else itself."""
+    return list(loss_fn.owners) if hasattr(loss_fn, "owners") else [loss_fn]
+
+
+def below(path: str, key: Any) -> str:
+    """The name of what is at ``key`` of a place."""
+    if isinstance(key, str):
+        return path if key in _DROPPED else f"{path}.{key}" if path else key
+    return f"{path}[{key!r}]"
+
+
+def content_of(value: Any) -> Any:
+    """A value that differs when ``value`` was written to, or has gone on."""
+    if isinstance(value, nn.Module):
+        own = value.__dict__
+        return [name for name in _HOOKS if own.get(name)] and [len(own[name]) for name in _HOOKS]
+    if isinstance(value, types.GeneratorType):
+        frame = cast("Any", value).gi_frame
+        if frame is None:
+            return None
+        local = frame.f_locals.items()
+        return frame.f_lasti, [(k, v if type(v) in _ATOMS else id(v)) for k, v in local]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.cache_info().misses
+    if not isinstance(value, _ARRAYS):
+        return repr(value)  # an iterator of itertools, which tells where it is
+    flat = np.asarray(value)
+    if flat.dtype == object:
+        return [id(item) for item in flat.reshape(-1)[:_LONG]]
+    if flat.nbytes <= _BYTES:
+        return flat.tobytes()
+    step = flat.nbytes // _BYTES + 1
+    return zlib.crc32(np.ascontiguousarray(flat.reshape(-1)[::step]).tobytes())
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of random numbers."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    name, numbers, *rest = generator.get_state()
+    return name, numbers.tobytes(), rest
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Undo what was drawn after ``state``."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        name, numbers, rest = state
+        generator.set_state((name, np.frombuffer(numbers, dtype=np.uint32), *rest))
+    else:
+        generator.set_state(state)
+
+
+def _contents(place: Any) -> dict[Any, Any]:
+    """What a holder holds, by key."""
+    if isinstance(place, dict):
+        held = cast("dict[Any, Any]", place)
+        return dict(held) if len(held) <= _LONG else _ends(list(held.items()), len(held))
+    if isinstance(place, (list, deque)):
+        items = list(enumerate(cast("Iterable[Any]", place)))
+        return dict(items) if len(items) <= _LONG else _ends(items, len(items))
+    if isinstance(place, set):
+        return {id(value): value for value in cast("set[Any]", place)}
+    if isinstance(place, types.CellType):
+        try:
+            return {"": place.cell_contents}
+        except ValueError:  # empty
+            return {}
+    if isinstance(place, type):
+        return dict(vars(place))
+    names = [n for base in type(place).__mro__ for n in _slots(base)]
+    return {name: getattr(place, name) for name in names if hasattr(place, name)}
+
+
+def _slots(base: type) -> Iterable[str]:
+    slots = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _ends(items: list[tuple[Any, Any]], length: int) -> dict[Any, Any]:
+    return {**dict(items[:_ENDS]), **dict(items[-_ENDS:]), _Length(length): None}
+
+
+class _Length(int):
+    """How long a holder is that was not looked at as a whole."""
+
+
+def put(place: Any, held: dict[Any, Any]) -> None:
+    """Give a holder back what it held; of a long one, its length."""
+    length = next((key for key in held if isinstance(key, _Length)), None)
+    if length is not None:
+        if isinstance(place, (list, deque)):
+            while len(cast("list[Any]", place)) > length:
+                cast("list[Any]", place).pop()
+        elif isinstance(place, dict):
+            for key in list(cast("dict[Any, Any]", place))[length:]:
+                del place[key]
+    elif isinstance(place, dict):
+        place.clear()
+        place.update(held)
+    elif isinstance(place, (list, deque)):
+        cast("list[Any]", place).clear()
+        cast("list[Any]", place).extend(held.values())
+    elif isinstance(place, set):
+        place.clear()
+        place.update(held.values())
+    elif isinstance(place, types.CellType):
+        if held:
+            place.cell_contents = held[""]
+    else:
+        now = _contents(place)
+        for name in now.keys() - held.keys():
+            delattr(place, name)
+        for name, value in held.items():
+            if now.get(name, ABSENT) is not value:
+                setattr(place, name, value)
+
+
+def _is_foreign(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in _FOREIGN or root in sys.stdlib_module_names and root != "__main__"
+
+
