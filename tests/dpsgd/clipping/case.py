@@ -117,7 +117,7 @@ def of_module(
         options: Keyword arguments of the call, the same for all rows.
     """
     module = module.to(dtype)
-    batch = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    batch = tuple(_cast(x, dtype) for x in inputs)
 
     def loss_fn(params: dict[str, Tensor], batch: Any) -> Tensor:
         return loss(torch.func.functional_call(module, params, batch, options))
@@ -129,6 +129,37 @@ def of_module(
     if not own:
         return Case(trainable(module), loss_fn, batch)
     return Case(own_parameters(module), own_loss, batch)
+
+
+def of_function(
+    of: Callable[..., Tensor],
+    params: dict[str, tuple[int, ...]],
+    *inputs: tuple[int, ...] | Tensor,
+    loss: Callable[[Any], Tensor] = reduced,
+    **known: Any,
+) -> Spec:
+    """The spec of ``of(p, *batch)``.
+
+    Args:
+        of: Its output has the examples first.
+        params: Shapes of normal parameters.
+        inputs: The shape of one example of each normal input, or the input.
+        loss: From the output to the loss.
+        known: What is known of the case.
+    """
+
+    def make(dtype: torch.dtype) -> Case:
+        batch = tuple(
+            _cast(x.clone(), dtype) if isinstance(x, Tensor) else torch.randn(B, *x, dtype=dtype)
+            for x in inputs
+        )
+        return Case(normal(dtype, **params), lambda p, batch: loss(of(p, *batch)), batch)
+
+    return Spec(make, **known)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:

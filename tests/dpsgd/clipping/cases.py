@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from tests.dpsgd.clipping import (
-    cases_attention,
-    cases_fooling,
-    cases_layers,
-    cases_networks,
-    cases_raw,
-)
+import importlib
+
 from tests.dpsgd.clipping.case import Spec
 
-CASES: dict[str, Spec] = {
-    **cases_layers.CASES,
-    **cases_networks.CASES,
-    **cases_attention.CASES,
-    **cases_raw.CASES,
-    **cases_fooling.CASES,
-}
+FILES = (
+    "layers", "products", "conv", "tables", "norms", "transformers", "recurrent", "networks", "attention", "raw", "fooling",
+)  # fmt: skip
+CASES: dict[str, Spec] = {}
+for _file in FILES:
+    _more = importlib.import_module(f"tests.dpsgd.clipping.cases_{_file}").CASES
+    assert not CASES.keys() & _more.keys(), CASES.keys() & _more.keys()
+    CASES |= _more
