@@ -73,13 +73,20 @@ def _max_norm(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return NotImplemented
 
 
-@_check_of(functional.batch_norm, torch.batch_norm)
+_STATISTICS = {
+    functional.batch_norm: "input running_mean running_var weight bias training",
+    torch.batch_norm: "input weight bias running_mean running_var training",
+    functional.instance_norm: "input running_mean running_var weight bias use_input_stats",
+    torch.instance_norm: "input weight bias running_mean running_var use_input_stats",
+}
+
+
+@_check_of(*_STATISTICS)
 def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is functional.batch_norm:
-        given = _given("input running_mean running_var weight bias training", args, kwargs)
-    else:
-        given = _given("input weight bias running_mean running_var training", args, kwargs)
-    if given.get("training") and given.get("running_mean") is not None:
+    given = _given(_STATISTICS[func], args, kwargs)
+    batch = func in (functional.batch_norm, torch.batch_norm)
+    own = given.get("training", False) if batch else given.get("use_input_stats", True)
+    if own and given.get("running_mean") is not None:
         raise tape.refuse(
             f"{place_of(func)} in training mode keeps statistics of the examples; use GroupNorm or "
             "LayerNorm, or put it in eval mode"
@@ -180,3 +187,15 @@ def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """TransformerEncoder's nested tensors have another shape for each example."""
     del tape, func, args, kwargs
     return False
+
+
+# -- what vmap does row by row --------------------------------------------------------------------
+
+
+@_check_of(Tensor.scatter_)
+def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``pack_padded_sequence`` uses it: what it returns in another tensor has a batching rule."""
+    del func
+    if not tape.level or kwargs or _torch.physical_of(args[0], tape.level) is None:
+        return NotImplemented
+    return args[0].copy_(torch.scatter(*args))

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -178,13 +179,16 @@ class Fence:
     def _refuse_changes(
         self, places: Places, changed: list[tuple[Held, dict[Any, Any]]], *, strict: bool
     ) -> None:
-        """Refuse all that has changed since ``places`` were looked at."""
+        """Refuse all that has changed since ``places`` were looked at, and not been put back."""
+        start = {id(held.place): held.before for held in self._at_start.held}
         for held, now in changed:
+            first = start.get(id(held.place), held.before)
             for key, value in now.items():
                 before = held.before.get(key, ABSENT)
-                if before is not value and not _same(before, value):
+                # What functional_call swapped before the read is back where it was at the start.
+                if not (_same(before, value) or _same(first.get(key, ABSENT), value)):
                     _refuse(f"assigns to {below(held.path, key)}", self._because())
-            if now.keys() != held.before.keys():
+            if now.keys() not in (held.before.keys(), first.keys()):
                 _refuse(f"changes {held.path}", self._because())
         for value, path, content in places.values:
             if content_of(value) != content:
@@ -268,9 +272,17 @@ def _holds_example(value: Any, depth: int = 4) -> bool:
 
 
 def _same(before: Any, value: Any) -> bool:
-    """Whether two plain values are equal."""
-    plain = (int, float, str, bool, bytes, type(None))
-    return type(before) is type(value) and isinstance(value, plain) and before == value
+    """Whether two values say the same: one object, equal plain values, or containers of such."""
+    if before is value:
+        return True
+    if type(before) is not type(value):
+        return False
+    if isinstance(value, weakref.ref):
+        return True  # keeps nothing; recurrent layers renew theirs when weights are swapped
+    if isinstance(value, (list, tuple)):
+        pairs = zip(cast("Sequence[Any]", before), cast("Sequence[Any]", value), strict=False)
+        return len(before) == len(cast("Any", value)) and all(_same(a, b) for a, b in pairs)
+    return isinstance(value, (int, float, str, bool, bytes)) and before == value
 
 
 def _equal_states(a: Any, b: Any) -> bool:
