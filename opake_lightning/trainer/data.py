@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
-import optree
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
@@ -22,7 +21,7 @@ from torch.utils.data import (
 )
 
 from opake_lightning import _check
-from opake_lightning._tree import BATCH_NAMESPACE
+from opake_lightning._batches import take_apart
 from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
@@ -281,7 +280,8 @@ class _SeededDataset:
 
 
 def _emptied(batch: Any) -> Any:
-    return optree.tree_map(_no_rows, batch, namespace=BATCH_NAMESPACE)
+    parts = take_apart((batch,))
+    return parts.assemble(map(_no_rows, parts.leaves))[0]
 
 
 def _no_rows(leaf: Any) -> Any:
