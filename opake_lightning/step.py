@@ -190,7 +190,9 @@ def mean_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         found, treespec = optree.tree_flatten(params)
         leaves = cast("list[Tensor]", found)
         # The very tensors where they can have a gradient: a module's loss uses its own.
-        tracked = [leaf if leaf.requires_grad and leaf.is_leaf else _tracked(leaf) for leaf in leaves]
+        tracked = [
+            leaf if leaf.requires_grad and leaf.is_leaf else _tracked(leaf) for leaf in leaves
+        ]
         losses, aux = loss_fn(optree.tree_unflatten(treespec, tracked), batch)
         grads = torch.autograd.grad(losses.mean() / world_size(), tracked, materialize_grads=True)
         return (optree.tree_unflatten(treespec, grads), aux), state
