@@ -191,11 +191,28 @@ class Truth:
     def sums(self, bound: float, power: int = 1) -> list[Tensor]:
         """Sum of the clipped gradients, or of their squares, in float64."""
         total = [torch.zeros_like(leaf, dtype=torch.float64) for leaf in self.gradients[0]]
-        for gradient, norm in zip(self.gradients, self.norms, strict=True):
-            factor = min(1.0, bound / max(norm, 1e-300))
+        for gradient, factor in zip(self.gradients, self._factors(bound), strict=True):
             for part, leaf in zip(total, gradient, strict=True):
                 part += (factor * leaf.double()) ** power
         return total
+
+    def error_of(self, got: Any, bound: float, power: int = 1) -> float:
+        """The largest relative L2 error of a leaf.
+
+        Leaves that are tiny are held to a tenth of all, and sums that cancel to what they would
+        be if examples were independent of each other.
+        """
+        want = self.sums(bound, power)
+        pairs = zip(self.norms, self._factors(bound), strict=True)
+        usual = sum((norm * factor) ** (2 * power) for norm, factor in pairs) ** 0.5
+        least = 0.1 * max(norm_of(want), usual if power == 1 else 0.0)
+        return max(
+            norm_of([a.double() - b]) / max(norm_of([b]), least, 1e-300)
+            for a, b in zip(optree.tree_leaves(got), want, strict=True)
+        )
+
+    def _factors(self, bound: float) -> list[float]:
+        return [min(1.0, bound / max(norm, 1e-300)) for norm in self.norms]
 
 
 def truth_of(case: Case) -> Truth:
@@ -211,16 +228,6 @@ def truth_of(case: Case) -> Truth:
         )
         gradients.append([g.to_dense() if g.is_sparse else g for g in found])
     return Truth(gradients)
-
-
-def error_of(got: Any, want: list[Tensor]) -> float:
-    """The largest relative L2 error of a leaf; leaves that are tiny are held to a tenth of all."""
-    leaves = optree.tree_leaves(got)
-    least = 0.1 * norm_of(want)
-    return max(
-        norm_of([a.double() - b]) / max(norm_of([b]), least, 1e-300)
-        for a, b in zip(leaves, want, strict=True)
-    )
 
 
 # -- the engine -----------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ CASES |= {
     "take-along-dim": _of_table(
         lambda t, ids: torch.take_along_dim(t[None], ids[..., None].expand(-1, -1, D), 1)
     ),
-    "unbound-rows": _of_table(lambda t, ids: torch.stack(t.unbind(0)[:5]) * ids[..., None]),
+    "unbound-rows-of-a-table": _of_table(lambda t, ids: torch.stack(t.unbind(0)[:5]) * ids[..., None]),
 }  # fmt: skip
 
 
