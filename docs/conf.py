@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
         r"|LightningModule|Trainer|Callback|DDPStrategy|TransformInitFn|TransformUpdateFn|optional|True|False|None)",
     ),
     # A private type or an alias in a signature says what to pass; it has no page of its own.
-    (r"py:class", r"(opake_lightning\.trainer\.data\.DrawFn|Engine|Run|Sampling|SecondMoment)"),
+    (r"py:class", r"(opake_lightning\.trainer\.data\.DrawFn|Run|Sampling|SecondMoment)"),
     (r"py:.*", r"opake_lightning\.(\w+\.)*_\w+(\..*)?"),
 ]
 

@@ -45,7 +45,7 @@ from opake_lightning.plan import Sampling
 from opake_lightning.random import key
 
 PRESETS = {
-    "smoke": {"epochs": 2, "batch_size": 256},  # whether it runs; some seconds
+    "smoke": {"epochs": 2, "batch_size": 256},  # whether it runs; a few seconds
     "digits": {"epochs": 20, "batch_size": 128},
 }
 # Each with a learning rate that suits this model.
