@@ -210,7 +210,7 @@ class Loss(nn.Module):
         with torch.random.fork_rng([]):
             torch.manual_seed(1)
             make, self.row_loss = MODELS[model]
-            self.net = make()
+            self.net, self.child = make(), nn.Linear(1, 1).requires_grad_(False)
         self.mixing, self.keeping, self.when = mixing, keeping, when
         self.weight, self.asks = weight, asks
         self.epoch, self.calls = 0, 0
@@ -228,7 +228,6 @@ class Loss(nn.Module):
         self.view = self.mean.numpy()
         self.space, self.holder = types.SimpleNamespace(value=0.0), Holder()
         self.slotted, self.nested = Slotted(), [({"holder": Holder()},)]
-        self.child = nn.Linear(1, 1).requires_grad_(False)
         self.child.value = 0.0
         self.averages, self.counter = _averaging(), itertools.count()
         next(self.averages)

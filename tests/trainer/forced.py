@@ -64,6 +64,7 @@ class Fit:
         data: Features and labels; :func:`tests.losses.rows` by default.
         released: Releases of another fit, which this one gets in place of its own.
         hooks: Callbacks.
+        through: Makes a data module of the loader.
         loader: For the PoissonLoader.
 
     Attributes:
@@ -81,6 +82,7 @@ class Fit:
         data: tuple[Tensor, Tensor] | None = None,
         released: Sequence[Any] | None = None,
         hooks: Sequence[pl.Callback] = (),
+        through: Callable[[PoissonLoader], Any] = lambda loader: loader,
         **loader: Any,
     ) -> None:
         self.module, self.draws, self._forced = module, draws, released
@@ -97,7 +99,7 @@ class Fit:
         seed_globals(0)
         with mock.patch.object(Run, "draw", self._draw), self._watched():
             try:
-                self.trainer.fit(module, self.loader)
+                self.trainer.fit(module, through(self.loader))
             except PrivacyError as refusal:
                 self.refusal = refusal
 
