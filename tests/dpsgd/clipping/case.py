@@ -221,7 +221,7 @@ def truth_of(case: Case) -> Truth:
     params = optree.tree_unflatten(treespec, leaves)
     gradients = []
     for i in range(case.size):
-        loss = case.loss_fn(params, rows_of(case.batch, i, i + 1))
+        loss = case.loss_fn(params, own(rows_of(case.batch, i, i + 1)))
         assert loss.shape in ((), (1,))
         found = torch.autograd.grad(
             loss.sum(), leaves, allow_unused=True, materialize_grads=True
@@ -236,7 +236,12 @@ def truth_of(case: Case) -> Truth:
 def clipped(case: Case, bound: float, *, caution: int = 0, **options: Any) -> Any:
     """What ``clipped_grad`` returns for the case's batch, and the state after it."""
     grad_fn, _ = clipped_grad(case.loss_fn, clipping_norm=bound, **options)
-    return grad_fn(case.params, case.batch, state=ClipState(caution=caution))
+    return grad_fn(case.params, own(case.batch), state=ClipState(caution=caution))
+
+
+def own(batch: Any) -> Any:
+    """A copy: a loss may write to its batch."""
+    return optree.tree_map(Tensor.clone, batch)
 
 
 @dataclass

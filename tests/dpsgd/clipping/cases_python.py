@@ -32,7 +32,7 @@ def _read(
         numbers_ = torch.tensor(numbers or NUMBERS, dtype=dtype)
         x = torch.randn(len(numbers_), 6, 5, dtype=dtype)
         params = normal(dtype, w=(4, 5), v=(4, 5), u=(5, 5))
-        return Case(params, lambda p, batch: reduced(of(p, *batch)), (x, numbers_))
+        return Case(params, lambda p, batch: _loss(of, p, *batch), (x, numbers_))
 
     return Spec(make, **{**READS, "mixes": True, **known})
 
@@ -43,9 +43,14 @@ def _counted(of: Callable[[Any, Tensor, Tensor], Tensor], **known: Any) -> Spec:
     def make(dtype: torch.dtype) -> Case:
         params = normal(dtype, w=(4, 5), v=(4, 5), u=(5, 5))
         batch = torch.randn(B, 6, 5, dtype=dtype), COUNTS.clone()
-        return Case(params, lambda p, batch: reduced(of(p, *batch)), batch)
+        return Case(params, lambda p, batch: _loss(of, p, *batch), batch)
 
     return Spec(make, **{**READS, "mixes": True, "passes": 3, **known})
+
+
+def _loss(of: Any, p: Any, x: Tensor, n: Tensor) -> Tensor:
+    # Every case uses all parameters.
+    return reduced(of(p, x, n)) + 0.1 * sum(w.sin().mean() for w in p.values())  # type: ignore[no-any-return]
 
 
 def _double(p: Any, x: Tensor, *, yes: bool) -> Tensor:
@@ -98,7 +103,7 @@ CASES |= {
         passes=2,
     ),
     "branch-all-alike": _read(
-        lambda p, x, n: _double(p, x, yes=bool(n.abs() < 9)), passes=1, mixes=False
+        lambda p, x, n: _double(p, x, yes=bool(n.abs() < 9)), passes=1
     ),
     "branches-one-after-another": _read(
         lambda p, x, n: _double(p, _double(p, x, yes=bool(n > 0)) @ p["w"], yes=bool(n < 1)),
@@ -228,7 +233,8 @@ CASES |= {
     "numpy": _counted(lambda p, x, n: F.linear(x, p["w"]) * int(n.numpy().sum())),
     "numpy-of-an-array": _counted(lambda p, x, n: F.linear(x, p["w"]) * float(np.asarray(n).max())),
     "numpy-there-and-back": _counted(
-        lambda p, x, n: F.linear(x, p["w"]) * torch.from_numpy(n.numpy() ** 2)[:, None, None]
+        lambda p, x, n: F.linear(x, p["w"]) * torch.from_numpy(n.numpy() ** 2)[:, None, None],
+        mixes=False,
     ),
     "numpy-of-several": _read(
         lambda p, x, n: F.linear(x, p["w"]) * float(np.median((n[:, None] * torch.arange(1, 4).to(n))
@@ -285,6 +291,33 @@ CASES |= {
     ),
 }  # fmt: skip
 
+# -- what fails for some examples ---------------------------------------------------------------------
+
+
+def _factor(p: Any, x: Tensor, n: Tensor) -> Tensor:
+    """A Cholesky factor, of a matrix with more on its diagonal if that is what it takes."""
+    matrix = (x.mT @ x) / 6 + n[:, None, None] * torch.eye(5, dtype=x.dtype)
+    try:
+        factor = torch.linalg.cholesky(matrix)
+    except RuntimeError:
+        factor = torch.linalg.cholesky(matrix + 9 * torch.eye(5, dtype=x.dtype))
+    return factor @ p["u"]
+
+
+def _vectorised_or_not(p: Any, x: Tensor, n: Tensor) -> Tensor:
+    """Two ways, one of which vmap cannot run."""
+    try:
+        kept = x[x > n[:, None, None]]
+    except RuntimeError:
+        kept = x[:, 0]
+    return F.linear(x, p["w"]) * kept.mean()
+
+
+CASES |= {
+    "retry-where-it-fails": _read(_factor, passes=0, alone=B),
+    "other-way-where-vmap-fails": _read(_vectorised_or_not, passes=0, alone=B),
+}
+
 # -- more answers than passes are worth -------------------------------------------------------------
 
 TEN = tuple(0.1 * i for i in range(1, 11))
@@ -326,14 +359,14 @@ CASES |= {
         lambda p, x, n: F.linear(x[:, : F.one_hot(n).shape[1]], p["w"]).mean(1), **DYNAMIC
     ),
     "repeat-interleave-by-the-example": _counted(
-        lambda p, x, n: F.linear(x.repeat_interleave(n[0], 1), p["w"]).mean(1)
+        lambda p, x, n: F.linear(x.repeat_interleave(n[0], 1), p["w"])[:, -1] * n, **DYNAMIC
     ),
     "bincount": _counted(
         lambda p, x, n: F.linear(x, p["w"]) * torch.bincount(n).to(x).std(unbiased=False), **DYNAMIC
     ),
     "bincount-of-a-length": _counted(
         lambda p, x, n: F.linear(x, p["w"]) * torch.bincount(n, minlength=9)[2] + x[..., :4],
-        **DYNAMIC,
+        passes=1,
     ),
 }  # fmt: skip
 
