@@ -9,7 +9,14 @@ from torch import Tensor
 
 from opake_lightning.errors import PrivacyError
 
-__all__ = ["ModuleLoss"]
+__all__ = ["ModuleLoss", "is_in_loss"]
+
+_running: list[Any] = []
+
+
+def is_in_loss(module: Any) -> bool:
+    """Whether ``per_example_loss`` of ``module`` is being called."""
+    return any(each is module for each in _running)
 
 
 class ModuleLoss:
@@ -28,7 +35,8 @@ class ModuleLoss:
     def owners(self) -> list[Any]:
         """What the loss may not leave anything of an example in."""
         trainer = getattr(self._module, "_trainer", None)
-        return [self._module, *getattr(trainer, "callbacks", ())]
+        around = () if trainer is None else (trainer.datamodule, vars(trainer))
+        return [self._module, *getattr(trainer, "callbacks", ()), *around]
 
     @property
     def needs_gradient(self) -> bool:
@@ -38,11 +46,11 @@ class ModuleLoss:
     def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Any]:
         """(loss, (loss, aux)); ``params`` are the module's own, and there already."""
         del params
-        self._module._dp_in_loss = True
+        _running.append(self._module)  # not on the module, where the fence would see it change
         try:
             out = self._module.per_example_loss(batch)
         finally:
-            self._module._dp_in_loss = False
+            _running.pop()
         losses, aux = _parts(out)
         if self._whole and losses.dim() > 1:
             raise PrivacyError(

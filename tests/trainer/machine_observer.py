@@ -177,7 +177,7 @@ def longest(*histories: Releases) -> Releases:
     return max(histories, key=len)
 
 
-class KilledError(RuntimeError):
+class KilledError(Exception):
     """What ends a fit in a way that nothing is prepared for."""
 
 

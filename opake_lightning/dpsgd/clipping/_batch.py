@@ -62,8 +62,9 @@ _ARITHMETIC = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
     *("lshift", "rshift", "and", "or", "xor"),
 )
-# Every special method that an expression, a statement or a built-in function calls. What is left
-# out is asked by the interpreter itself (new, init, del, get, ...), or falls back on one of these.
+# Every special method that an expression, a statement or a built-in function calls; what is left
+# out falls back on one of these, or is for the interpreter itself (init, del, ...). Python gives
+# messages of its own where it asks for nothing but the type: ",".join, "%d" %, memoryview.
 _USES = (
     *("getattr", "setattr", "delattr", "call", "hash", "bool", "str", "format", "bytes", "fspath"),
     *("eq", "ne", "lt", "le", "gt", "ge", "int", "float", "complex", "index"),

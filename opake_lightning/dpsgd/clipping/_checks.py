@@ -113,6 +113,10 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
     upstream = given.pop("grad_outputs", None)
     if upstream is None and any(output.dim() and output.numel() != 1 for output in outputs):
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if any(tape.is_parameter(p) for p in inputs) and any(
+        not computed.tensor.is_leaf for computed, _ in tape.copies.values()
+    ):
+        raise RuntimeError("the gradient of a parameter that others are computed of")
     inputs = [tape.copy_for_each(p) if tape.is_parameter(p) else p for p in inputs]
     with outside():
         rows = [_inner(value) for value in outputs]
@@ -199,3 +203,22 @@ def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not tape.level or kwargs or _torch.physical_of(args[0], tape.level) is None:
         return NotImplemented
     return args[0].copy_(torch.scatter(*args))
+
+
+# -- what vmap gets wrong ---------------------------------------------------------------------------
+
+
+@_check_of(torch.select_scatter, Tensor.select_scatter)
+def _select_scatter(
+    tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Under vmap torch adds the gradient of the source up, once for each place along ``dim``."""
+    if not tape.level or kwargs:
+        return NotImplemented
+    del func
+    input, source, dim, index = args
+    dim %= input.dim()
+    shape = [-1 if d == dim else 1 for d in range(input.dim())]
+    with tape:
+        places = torch.arange(input.shape[dim], device=input.device).reshape(shape)
+        return torch.where(places == index % input.shape[dim], source.unsqueeze(dim), input)

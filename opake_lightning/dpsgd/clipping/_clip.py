@@ -46,6 +46,7 @@ class Engine:
 
     _said: set[str] = field(default_factory=set[str])
     _looked_for_unused: bool = False
+    _fence: Fence | None = None
 
     def clipped_sum(self, request: Request, *, caution: int, size: int) -> tuple[ClippedSum, int, int]:
         """Answer ``request``.
@@ -61,7 +62,7 @@ class Engine:
         Raises:
             PrivacyError: If the loss is refused. Nothing it wrote is left.
         """
-        fence = Fence(request.owners)
+        fence = self._fence = Fence(request.owners, self._fence)
         batch = _Batch(self, request, fence, caution)
         try:
             with torch.no_grad():

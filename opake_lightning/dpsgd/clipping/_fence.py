@@ -33,7 +33,6 @@ from opake_lightning.dpsgd.clipping._places import (
     Held,
     Places,
     below,
-    content_of,
     put,
     set_state,
     state_of,
@@ -51,14 +50,14 @@ class Fence:
 
     Args:
         owners: Modules, functions, containers and objects that the loss may write to.
+        before: The fence of the step before, which knows most places.
     """
 
-    def __init__(self, owners: Iterable[Any] = ()) -> None:
-        self._owners = list(owners)
-        self._at_start = Places(self._owners)
+    def __init__(self, owners: Sequence[Any] = (), before: Fence | None = None) -> None:
+        self._owners = owners
+        self._at_start = Places(owners) if before is None else before._at_start.renewed(owners)
         self._random = [*((g, state_of(g)) for g in _GLOBAL), *self._at_start.random]
         self._at_read = self._at_start
-        self._attributes = {id(t.__dict__) for t in self._at_start.tensors if t.__dict__}
         self._flags: list[bool] = []
         self._first: list[tuple[Any, dict[Any, Any]]] | None = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -119,9 +118,7 @@ class Fence:
         """
         if not self.read:
             self.read = place
-            same = not any(held.changed() for held in self._at_start.held) and not any(
-                content_of(value) != content for value, _, content in self._at_start.values
-            )
+            same = not self._at_start.changed() and not self._at_start.gone_on()
             self._at_read = self._at_start if same else Places(self._owners)
             self._flags = self._tracked()
 
@@ -144,7 +141,8 @@ class Fence:
         Raises:
             PrivacyError: If it left something that may depend on an example.
         """
-        changed = [(held, now) for held in self._at_start.held if (now := held.changed())]
+        # Without a value of the batch, no name of an attribute can be made of one.
+        changed = self._at_start.changed(keys=strict or bool(self.read))
         try:
             for held, now in changed:
                 for key, value in now.items():
@@ -153,21 +151,16 @@ class Fence:
                             f"keeps a tensor of the batch in {below(held.path, key)}",
                             "it holds what examples say",
                         )
-            for tensor in self._at_start.tensors:
-                if tensor.__dict__ and id(tensor.__dict__) not in self._attributes:
-                    _refuse("gives a tensor an attribute", "it may hold what an example says")
+            if self._at_start.tagged():
+                _refuse("gives a tensor an attribute", "it may hold what an example says")
             if strict or self.read:
                 places = self._at_start if strict else self._at_read
-                if places is not self._at_start:
-                    changed_since = [(h, now) for h in places.held if (now := h.changed())]
-                else:
-                    changed_since = changed
-                self._refuse_changes(places, changed_since, strict=strict)
-            for value, path, content in self._at_start.values:
-                if content_of(value) != content:
-                    # There is no way to set it back for the next pass.
-                    _refuse(f"changes {path} in place", "how often it does tells how many passes "
-                            "the examples took; use a plain number")  # fmt: skip
+                since = changed if places is self._at_start else places.changed()
+                self._refuse_changes(places, since, strict=strict)
+            if path := self._at_start.gone_on():
+                # There is no way to set it back for the next pass.
+                why = "how often it does tells how many passes the examples took; use a plain number"
+                _refuse(f"changes {path} in place", why)
             self._agree([(held.place, now) for held, now in changed])
         finally:
             written = [(tensor, tensor.detach().clone()) for tensor, _ in self._kept.values()]
@@ -190,9 +183,8 @@ class Fence:
                     _refuse(f"assigns to {below(held.path, key)}", self._because())
             if now.keys() not in (held.before.keys(), first.keys()):
                 _refuse(f"changes {held.path}", self._because())
-        for value, path, content in places.values:
-            if content_of(value) != content:
-                _refuse(f"changes {path} in place", self._because())
+        if path := places.gone_on():
+            _refuse(f"changes {path} in place", self._because())
         for generator, state in places.random:
             if not _equal_states(state_of(generator), state):
                 _refuse(f"draws from a {type(generator).__name__} of its own", self._because())
@@ -217,7 +209,12 @@ class Fence:
 
     def restore(self) -> None:
         """Put back what was there when the step began."""
-        self._restore([held for held in self._at_start.held if held.changed() is not None])
+        self._restore([held for held, _ in self._at_start.changed()])
+        self._at_start.put_back()
+        tensors = list(self._tensors().values()) if self._flags else ()
+        for (tensor, _), flag in zip(tensors, self._flags, strict=False):
+            if tensor.is_leaf and tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
 
     def _restore(self, changed: list[Held]) -> None:
         self.read, self._at_read = "", self._at_start

@@ -34,6 +34,10 @@ __all__ = ["Alone", "Loss", "Pass", "run_alone", "run_pass"]
 _FORMED = 1 << 25
 # Fewer gradients of a kind are looked at one by one.
 _MANY = 4
+# What torch raises where vmap cannot run something; a mistake of the loss's is raised again alone.
+_FROM_VMAP = (
+    RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError, KeyError,
+)  # fmt: skip
 # From the tensors of a batch to (loss, aux).
 Loss = Callable[[tuple[Tensor, ...]], tuple[Any, Any]]
 
@@ -170,7 +174,7 @@ def run_pass(
             gradients, kept = _backward(tape, losses, copies)
         except (PrivacyError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except _FROM_VMAP as error:
             if tapes and (refusal := tapes[0].refusal) is not None:
                 raise refusal from error
             why = tapes[0].failure if tapes else ""

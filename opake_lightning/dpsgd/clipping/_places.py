@@ -16,7 +16,7 @@ import types
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, cast
@@ -76,22 +76,9 @@ class Held:
     path: str
     before: dict[Any, Any]
 
-    def now(self) -> dict[Any, Any]:
-        """What it holds now."""
-        return _contents(self.place)
-
     def changed(self) -> dict[Any, Any] | None:
-        """What it holds now, if that is not what it held."""
-        place, before = self.place, self.before
-        kind = cast("Any", type(place))
-        if kind is dict and len(place) == len(before):
-            # Asked of every module in every step.
-            if all(map(is_, place.values(), before.values())) and all(map(is_, place, before)):
-                return None
-        elif kind is list and len(place) == len(before):
-            if all(map(is_, place, before.values())):
-                return None
-        now = _contents(place)
+        """What it holds, if that is not what it held."""
+        now, before = _contents(self.place), self.before
         same = len(now) == len(before) and all(
             [before.get(key, ABSENT) is value for key, value in now.items()]
         )
@@ -111,14 +98,85 @@ class Places:
         tensors: All tensors; most have no attributes, and get none.
     """
 
-    def __init__(self, owners: Iterable[Any]) -> None:
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
         self.held: list[Held] = []
         self.values: list[tuple[Any, str, Any]] = []
         self.random: list[tuple[Any, Any]] = []
         self.tensors: list[Tensor] = []
+        self._hooks: list[tuple[str, list[Any], int]] = []
         self._seen: set[int] = set()
         for owner in owners:
             self._visit(owner, "")
+        self._sort()
+
+    def _sort(self) -> None:
+        """Most holders are dictionaries, and many are empty: they are asked of in every step."""
+        self._empty = [h for h in self.held if type(h.place) is dict and not h.before]
+        self._empty_places = [h.place for h in self._empty]
+        self._filled = [
+            (h, h.place, [*h.before], [*h.before.values()])
+            for h in self.held
+            if h.before or type(h.place) is not dict
+        ]
+
+    def changed(self, *, keys: bool = True) -> list[tuple[Held, dict[Any, Any]]]:
+        """Holders that hold something else than they did, with what they hold.
+
+        With ``keys=False`` one is missed that holds the same under other names.
+        """
+        maybe = [
+            held
+            for held, place, names, values in self._filled
+            if type(place) is not dict
+            or len(place) != len(values)
+            or not all(map(is_, place.values(), values))
+            or (keys and not all(map(is_, place, names)))
+        ]
+        if any(self._empty_places):
+            maybe += [held for held in self._empty if held.place]
+        return [(held, now) for held in maybe if (now := held.changed()) is not None]
+
+    def tagged(self) -> bool:
+        """Whether a tensor has got attributes, which it had none of."""
+        return any([t.__dict__ and id(t.__dict__) not in self._seen for t in self.tensors])
+
+    def put_back(self) -> None:
+        """What can be undone of changes in place, and of attributes that tensors have got."""
+        for tensor in self.tensors if self.tagged() else ():
+            if id(tensor.__dict__) not in self._seen:
+                tensor.__dict__.clear()
+        for _, hooks, count in self._hooks:
+            while sum(map(len, hooks)) > count:
+                max(hooks, key=len).popitem()
+        for value, _, content in self.values:
+            if isinstance(value, np.ndarray) and isinstance(content, bytes):
+                value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
+
+    def gone_on(self) -> str:
+        """The name of a value that has changed in place, "" if none has."""
+        for name, hooks, count in self._hooks:
+            if sum(map(len, hooks)) != count:
+                return name
+        return next((path for v, path, old in self.values if content_of(v) != old), "")
+
+    def renewed(self, owners: Sequence[Any]) -> Places:
+        """The places as they are now, of the same owners or of others."""
+        same = len(owners) == len(self._owners) and all(map(is_, owners, self._owners))
+        changed = self.changed(keys=False) if same else []
+        for held, now in changed:
+            both = [*held.before.items(), *now.items()]
+            new = [v for k, v in both if not (k in now and now[k] is held.before.get(k, ABSENT))]
+            # What hangs on a new object has to be found.
+            same = same and all(type(value) in _ATOMS for value in new)
+        if not same or self.gone_on():
+            return Places(owners)
+        for held, now in changed:
+            held.before = now
+        if changed:
+            self._sort()
+        self.random = [(generator, state_of(generator)) for generator, _ in self.random]
+        return self
 
     def _visit(self, value: Any, path: str) -> None:
         kind = cast("Any", type(value))
@@ -128,6 +186,7 @@ class Places:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             if value.__dict__:
+                self._seen.add(id(value.__dict__))
                 self._hold(value.__dict__, path)
         elif isinstance(value, (dict, list, set, deque, types.CellType)):
             self._hold(value, path)
@@ -171,7 +230,8 @@ class Places:
                     self._hold(value, path)
                     break
             if isinstance(value, nn.Module):
-                self.values.append((value, f"the hooks of {path}", content_of(value)))
+                hooks = [value.__dict__[name] for name in _HOOKS if name in value.__dict__]
+                self._hooks.append((f"the hooks of {path}", hooks, sum(map(len, hooks))))
                 for name, child in value._modules.items():  # all of them, however many
                     self._visit(child, below(path, name))
             if hasattr(value, "__dict__"):
@@ -216,9 +276,6 @@ def below(path: str, key: Any) -> str:
 
 def content_of(value: Any) -> Any:
     """A value that differs when ``value`` was written to, or has gone on."""
-    if isinstance(value, nn.Module):
-        own = value.__dict__
-        return [name for name in _HOOKS if own.get(name)] and [len(own[name]) for name in _HOOKS]
     if isinstance(value, types.GeneratorType):
         frame = cast("Any", value).gi_frame
         if frame is None:

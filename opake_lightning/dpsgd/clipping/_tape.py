@@ -256,7 +256,7 @@ class Tape(TorchFunctionMode):
             run = self._without_rule if params else self._run
             return run(func, args, kwargs)
         if params:
-            return self._with_params(func, args, kwargs, params)
+            return self._with_params(func, args, kwargs)
         if func in ROW_WISE and _torch.level_now() == self.level:
             try:
                 return self.by_rule(RULES[func], func, args, kwargs)
@@ -288,24 +288,24 @@ class Tape(TorchFunctionMode):
             elif isinstance(value, dict):
                 self._find(cast("dict[Any, Any]", value).values(), params)
 
-    def _with_params(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Tensor]
-    ) -> Any:
+    def _with_params(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes(func) or "out" in kwargs:
             self._check_write(func, args, kwargs)
-        inner = _torch.level_now() != self.level
-        if inner or self.caution >= Caution.NO_RULES or func in RANDOM:
+        if _torch.level_now() != self.level or func in RANDOM:
             return self._without_rule(func, args, kwargs)
+        if self.caution >= Caution.NO_RULES:
+            batched = self.any_batched((args, kwargs))
+            return (self._without_rule if batched else self._compute)(func, args, kwargs)
         rule = RULES.get(func)
         if rule is not None:
             try:
                 return self.by_rule(rule, func, args, kwargs)
             except _NoData:
-                return self._compute(func, args, kwargs, params)
+                return self._compute(func, args, kwargs)
             except (NoRule, TypeError, IndexError, AttributeError):
                 pass  # arguments that the rule does not have; if they are wrong, torch says so
         if not self.any_batched((args, kwargs)):
-            return self._compute(func, args, kwargs, params)
+            return self._compute(func, args, kwargs)
         if (body := BODIES.get(func) or body_of(func)) is not None:
             with self:
                 return body(*args, **kwargs)
@@ -505,24 +505,33 @@ class Tape(TorchFunctionMode):
 
     # -- what is computed of parameters and constants ---------------------------------------------
 
-    def _compute(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Tensor]
-    ) -> Any:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of parameters and constants: its result is a parameter, too."""
+        params: list[Tensor] = []
+        self._find((args, kwargs), params)
         known = [self.known[id(p)] for p in params]
-        if writes(func) and args[0] is params[0] and id(args[0]) in self._used:
+        target = args[0] if args and writes(func) and isinstance(args[0], Tensor) else None
+        if target is not None and id(target) in self._used:
             # What was recorded of it has another value from here on.
-            raise Retry(Caution.NO_RULES)
+            return self._with_more_caution(func, args, kwargs)
         out = self._run(func, args, kwargs)
         leaves = frozenset[int]().union(*[k.leaves for k in known])
         isometric = func in VIEWS or (func in INDEXING and is_basic(args[1]))
         isometric = isometric and len(leaves) == 1 and all(k.isometric for k in known)
-        for value in (out,) if isinstance(out, Tensor) else _tensors(out):
-            if value.is_complex():
-                raise Retry(Caution.NO_RULES)
+        made = [out] if isinstance(out, Tensor) else _tensors(out)
+        if target is not None:
+            made.append(target)  # x[...] = w returns nothing
+        for value in made:
+            if value.is_complex() and value.requires_grad:
+                return self._with_more_caution(func, args, kwargs)
             if value.requires_grad and (id(value) not in self.known or writes(func)):
                 self.known[id(value)] = Computed(value, leaves, isometric)
         return out
+
+    def _with_more_caution(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.caution < Caution.NO_RULES:
+            raise Retry(Caution.NO_RULES)
+        return self._without_rule(func, args, kwargs)
 
     # -- writing ----------------------------------------------------------------------------------
 

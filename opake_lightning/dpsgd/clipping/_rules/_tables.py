@@ -65,6 +65,12 @@ def _torch_of_copies(weight: Tensor, indices: Tensor, padding_idx: int = -1, *re
     )
 
 
+def _strided_of_copies(table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In memory of its own: the rows of an expanded view lie on each other."""
+    return table.clone().as_strided(*args, **kwargs)
+
+
+OF_COPIES[Tensor.as_strided] = OF_COPIES[torch.as_strided] = _strided_of_copies
 OF_COPIES[functional.embedding] = _of_copies
 OF_COPIES[torch.embedding] = _torch_of_copies
 
