@@ -130,6 +130,8 @@ class PrivateMechanism(ABC):
         start: How many steps the module had made when these began.
         fit_steps: Steps of the whole fit that these are part of, if a fork began within one; None
             if they are all of it.
+        rows_may_mix_before_the_loss: Whether the guarantee is for a change of one row of what
+            ``collate_fn`` and batch hooks return, which may make one row of several examples.
     """
 
     plan: Any
@@ -139,6 +141,7 @@ class PrivateMechanism(ABC):
     planned_steps: int | None
     start: int = 0
     fit_steps: int | None = None
+    rows_may_mix_before_the_loss: bool = False
 
     private: ClassVar[bool] = True
 
@@ -281,6 +284,7 @@ class PrivateMechanism(ABC):
             "batch_size": self.batch_size,
             "planned_steps": self._whole_fit,
             "key": None if key is None else key.digest(),
+            "rows_may_mix_before_the_loss": self.rows_may_mix_before_the_loss,
             **self.told(),
         }
 
@@ -295,6 +299,7 @@ class PrivateMechanism(ABC):
             "n_examples": self.n_examples,
             "batch_size": self.batch_size,
             "planned_steps": self.planned_steps,
+            "rows_may_mix_before_the_loss": self.rows_may_mix_before_the_loss,
             **self.told(),
         }
 
@@ -327,7 +332,8 @@ class PrivateMechanism(ABC):
             planned_steps=max(left or 0, 1),
             spent=spent,
         )
-        return replace(rest, fit_steps=self.planned_steps)
+        mix = self.rows_may_mix_before_the_loss
+        return replace(rest, fit_steps=self.planned_steps, rows_may_mix_before_the_loss=mix)
 
 
 def _told(plan: PrivatePlan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.trainer._loss import ModuleLoss
 from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer
 from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.optimizer import FunctionalOptimizer
 from opake_lightning.trainer.report import make_delta_legible, summary
@@ -47,6 +48,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism = plan
     else:
         check_trainer(trainer)
+        check_hooks(module)
         check_module(module)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
@@ -65,6 +67,8 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
             # A checkpoint brings its own ledger, and the σ that was calibrated with it.
             spent=Ledger() if trainer.ckpt_path else run.ledger,
         )
+        mix, loader.untested = loader.rows_may_mix_before_the_loss, True
+        mechanism = replace(mechanism, rows_may_mix_before_the_loss=mix)
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if isinstance(mechanism, PrivateMechanism):
         mechanism.check(params, steps)

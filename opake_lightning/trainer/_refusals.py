@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -17,9 +19,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from opake_lightning.errors import PrivacyError
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.random import RngKey
 from opake_lightning.trainer._parameters import check_parameters
 from opake_lightning.trainer.data import PoissonLoader
@@ -27,10 +31,11 @@ from opake_lightning.trainer.strategy import OpakeDDP
 
 __all__ = [
     "check_hyperparameters",
+    "check_loadable",
     "check_loader",
     "check_module",
     "check_trainer",
-    "is_mixing",
+    "is_refused",
 ]
 
 _CALLBACKS: dict[type[pl.Callback], str] = {
@@ -76,6 +81,12 @@ _SHARDED: dict[str, str] = {
         "single examples"
     ),
 }
+
+_NOT_RUN = (
+    "private differentiation does not run it, so what it should change or show is left out; call "
+    ".remove() of its handle. Change the released gradient in a stage of the optimizer, or an "
+    "example's gradient in the loss"
+)
 
 _WRAPPERS = {
     "DistributedDataParallel": "averages raw gradients over ranks",
@@ -142,11 +153,16 @@ def _about_strategy(strategy: Strategy) -> str:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse modules that mix examples or are not complete.
+    """Refuse modules that mix or keep examples, change gradients, or are not complete.
 
     Raises:
-        PrivacyError: Naming the submodule and what to do instead.
+        PrivacyError: Naming the submodule or parameter and what to do instead.
     """
+    if _has_global_hooks():
+        raise PrivacyError(
+            "a backward hook for all modules (register_module_full_backward_hook) is registered, "
+            f"and {_NOT_RUN}"
+        )
     for name, child in module.named_modules():
         if (kind := type(child).__name__) in _WRAPPERS:
             raise PrivacyError(
@@ -159,7 +175,59 @@ def check_module(module: nn.Module) -> None:
                 "others of the batch, so no example's gradient is its own; replace it with "
                 "GroupNorm or LayerNorm, or put it in eval mode with fixed statistics"
             )
+        if _rescales_rows(child):
+            raise PrivacyError(
+                f"{name} ({type(child).__name__}) has max_norm={child.max_norm}: looking an id up "
+                "rescales its row of the weight, without noise, so the weights tell which ids "
+                "occurred; leave max_norm out, or rescale all rows once a step outside of the "
+                "loss, in on_train_batch_end"
+            )
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise PrivacyError(
+                f"{name or 'the module'} ({type(child).__name__}) has a backward hook "
+                f"(register_full_backward_hook or the like), and {_NOT_RUN}"
+            )
+    for name, parameter in module.named_parameters():
+        if _has_hooks(parameter):
+            raise PrivacyError(
+                f"parameter {name} has a hook (register_hook or "
+                f"register_post_accumulate_grad_hook), and {_NOT_RUN}"
+            )
     check_parameters(module.named_parameters())
+
+
+def is_refused(module: nn.Module, trained: Iterable[Tensor]) -> bool:
+    """Whether :func:`check_module` would refuse what may have changed during a fit; cheap.
+
+    Args:
+        module: The module.
+        trained: Its trainable parameters.
+    """
+    return (
+        _has_global_hooks()
+        or any(map(_has_hooks, trained))
+        or any(
+            child._backward_hooks
+            or child._backward_pre_hooks
+            or is_mixing(child)
+            or _rescales_rows(child)
+            for child in module.modules()
+        )
+    )
+
+
+def _has_global_hooks() -> bool:
+    hooks: Any = torch_module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    tensor: Any = parameter
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _rescales_rows(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def is_mixing(module: nn.Module) -> bool:
@@ -188,6 +256,49 @@ def check_hyperparameters(owner: Any, key: RngKey | None) -> None:
                 "hyperparameters go to loggers and into every checkpoint; leave it out with "
                 f"self.save_hyperparameters(ignore=[{name!r}])"
             )
+
+
+def check_loadable(owner: Any, trainer: pl.Trainer) -> None:
+    """Refuse hyperparameters that no checkpoint could be loaded with, which a resume would find.
+
+    If the trainer is to save none, there is only a warning.
+
+    Args:
+        owner: A module or data module; None is neither.
+        trainer: Its trainer.
+
+    Raises:
+        CheckpointError: Naming the hyperparameters and what to do instead.
+    """
+    given: Any = getattr(owner, "hparams", None)
+    if not given or _loads(dict(given) if isinstance(given, dict) else given):
+        return
+    names = [str(name) for name, value in given.items() if not _loads(value)]
+    told = ", ".join(f"{name} ({type(given[name]).__name__})" for name in names)
+    remedy = (
+        f"leave it out with self.save_hyperparameters(ignore={names!r}), or save its name instead"
+        if names
+        else "give save_hyperparameters a plain dict (OmegaConf.to_container)"
+    )
+    complaint = (
+        f"checkpoints would not load with these hyperparameters of {type(owner).__name__}: "
+        f"{told or type(given).__name__}. They hold tensors and plain values only, so that loading "
+        f"them runs no code; {remedy}"
+    )
+    if trainer.checkpoint_callbacks:
+        raise CheckpointError(complaint)
+    rank_zero_warn(complaint)
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save({"value": value}, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever pickle, or the value's own class, says
+        return False
+    return True
 
 
 def _holds_key(value: Any, key: RngKey | None) -> bool:

@@ -150,5 +150,5 @@ def check_version(saved: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint's privacy record has version {saved.get('version')!r}, this release "
             f"reads version {VERSION}; version 1 is that of opake_lightning 0.1, which can go on "
-            "from it (its sums round in another way, so a run must end with the release it began in)"
+            "from it (its sums round in another way, so a run ends with the release it began in)"
         )

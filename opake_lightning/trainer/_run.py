@@ -161,7 +161,11 @@ class Run(Recorded):
 
     def _take(self, mechanism: PrivateMechanism | NonPrivate, step: Step) -> None:
         self.mechanism = mechanism
+        # What was spent before is in the same ledger, and cannot be made to mean more.
+        mixed = self.ledger.n_steps and self.plan.get("rows_may_mix_before_the_loss")
         self.plan = {**mechanism.public()}
+        if mixed:
+            self.plan["rows_may_mix_before_the_loss"] = True
         noise_fn, first = step.noise_fn, step.noise_state
         if getattr(first, "buffers", None):
             noise_fn = Remembering(noise_fn, self._begin_correlated)
@@ -409,6 +413,7 @@ class Run(Recorded):
             state = replace(state, noise=replace(step.noise_state, key=self.fork(key), step=begun))
         if mechanism.private:
             self.go_on_recording()
+        self.plan = {**saved["plan"]}
         self._take(mechanism, step)
         self.state, self.begun, self._unfinished = state, begun, ""
         if saved["training_weights"] is not None:

@@ -26,7 +26,7 @@ from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
 
-__all__ = ["Draw", "PoissonLoader"]
+__all__ = ["Draw", "Indices", "PoissonLoader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,15 @@ class PoissonLoader:
             module supplies the key and the step.
         rank: This rank.
         world_size: Number of ranks that share each draw.
+        rows_may_mix_before_the_loss: Do not test whether ``collate_fn`` and batch hooks let one row
+            change others, as MixUp does. The guarantee is then for a change of one row of what they
+            return; plan and report say so.
         collate_fn, num_workers, pin_memory, ...: As for :class:`torch.utils.data.DataLoader`.
 
     Attributes:
         next_step: The step that the next batch will be for.
         draw: The step and size of the batch that was yielded last.
+        untested: Whether a batch is still to be tested for rows that were mixed.
 
     Raises:
         PrivacyError: If the dataset is iterable-style, or the batch is larger than the dataset.
@@ -88,6 +92,7 @@ class PoissonLoader:
         key: RngKey | None = None,
         rank: int = 0,
         world_size: int = 1,
+        rows_may_mix_before_the_loss: bool = False,
         **loader_kwargs: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -107,6 +112,8 @@ class PoissonLoader:
         self.batch_size = batch_size
         self.n_examples = n
         self.rank, self.world_size = rank, world_size
+        self.rows_may_mix_before_the_loss = rows_may_mix_before_the_loss
+        self.untested = True
         self.next_step = 0
         self.draw: Draw | None = None
         self._key = key
@@ -128,6 +135,20 @@ class PoissonLoader:
     def num_workers(self) -> int:
         """Number of worker processes."""
         return self._loader.num_workers
+
+    @property
+    def collate_fn(self) -> Any:
+        """What makes a batch of the drawn examples."""
+        return self._loader.collate_fn
+
+    def indices(self, key: RngKey, step: int) -> Indices:
+        """This rank's share of the examples drawn at ``step``."""
+        return _share(self._draw, key, step, self.rank, self.world_size)
+
+    def fetching(self) -> tuple[Any, dict[str, Any]]:
+        """The dataset as :class:`Indices` are read from it, and how worker processes do that."""
+        names = ("timeout", "worker_init_fn", "multiprocessing_context")
+        return self._loader.dataset, {name: getattr(self._loader, name) for name in names}
 
     def __len__(self) -> int:
         """Steps of an epoch, which is an expected pass over the data."""
@@ -207,7 +228,7 @@ class _Poisson:
         return rank_share(drawn, rank=rank, world_size=world_size)
 
 
-class _Indices(list[int]):
+class Indices(list[int]):
     """Indices of one batch, with the key of the random numbers its examples may draw."""
 
     def __init__(self, indices: list[int], stream: RngKey) -> None:
@@ -215,7 +236,12 @@ class _Indices(list[int]):
         self.stream = stream
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Indices, (list(self), self.stream)
+        return Indices, (list(self), self.stream)
+
+    def replaced(self, places: dict[int, int]) -> Indices:
+        """The same with the indices of other places in some places."""
+        indices = [self[places.get(place, place)] for place in range(len(self))]
+        return Indices(indices, self.stream)
 
 
 class _Draws:
@@ -239,15 +265,19 @@ class _Draws:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[_Indices]:
+    def __iter__(self) -> Iterator[Indices]:
         drawn, key, rank = self._drawn, self._key, self._rank
         for step in range(self._first, self._first + self._length):
-            mine = self._draw(key, step, rank=rank, world_size=self._world_size).tolist()
+            mine = _share(self._draw, key, step, rank, self._world_size)
             drawn.append(Draw(step, len(mine)))
-            stream = fold_in(fold_in(fold_in(key, "augment"), step), rank)
             # A collate function cannot make a batch of nothing, so an empty draw fetches one
             # example for its structure; its rows are cut off before anyone sees them.
-            yield _Indices(mine or [0], stream)
+            yield mine or Indices([0], mine.stream)
+
+
+def _share(draw: DrawFn, key: RngKey, step: int, rank: int, world_size: int) -> Indices:
+    mine = draw(key, step, rank=rank, world_size=world_size).tolist()
+    return Indices(mine, fold_in(fold_in(fold_in(key, "augment"), step), rank))
 
 
 def _length(dataset: Any) -> int:
@@ -272,7 +302,7 @@ class _SeededDataset:
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: _Indices) -> list[Any]:
+    def __getitems__(self, indices: Indices) -> list[Any]:
         with seeded(indices.stream):
             if hasattr(self._dataset, "__getitems__"):
                 return self._dataset.__getitems__(list(indices))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
@@ -18,6 +19,12 @@ from opake_lightning.dpsgd.clipping import AdaptiveClipState
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.plan import Plan, PrivateMechanism
+from opake_lightning.trainer._before_loss import (
+    Arrived,
+    arrived,
+    require_rows_apart,
+    require_unchanged,
+)
 from opake_lightning.trainer._checkpoint_io import (
     check_seal,
     directories_of,
@@ -28,12 +35,14 @@ from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import (
     check_hyperparameters,
+    check_loadable,
     check_loader,
     check_module,
     check_trainer,
-    is_mixing,
+    is_refused,
 )
 from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.report import PrivacySpent
 
@@ -63,10 +72,11 @@ class DPMixin:
 
     if TYPE_CHECKING:
         _dp: Run | None
+        _dp_arrived: Arrived | None
         _dp_shown: tuple[int, float] | None
     log_not_private: bool = False
     # TorchScript reads the annotations of a class that it compiles, and knows few types.
-    _dp, _dp_in_loss, _dp_shown = None, False, None
+    _dp, _dp_arrived, _dp_in_loss, _dp_shown = None, None, False, None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -134,10 +144,13 @@ class DPMixin:
         module = cast("pl.LightningModule", self)
         run = self._dp_second_look()
         run.train_weights()
-        size = _rows_for_step(module, run, batch)
-        optimizer = cast("Any", module.optimizers())
         seen: dict[str, float] | None = {} if self.log_not_private else None
-        aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None, seen))
+        try:
+            size = _rows_for_step(module, run, batch)
+            optimizer = cast("Any", module.optimizers())
+            aux = optimizer.step(closure=lambda: run.release(batch if size != 0 else None, seen))
+        except StopIteration as error:  # which would make of this, for Lightning, a skipped step
+            raise RuntimeError("per_example_loss or a batch hook raised StopIteration") from error
         self._dp_log(run, aux, size)
         for name, value in (seen or {}).items():
             module.log(f"not_private/{name}", value, batch_size=1)
@@ -154,6 +167,15 @@ class DPMixin:
                 "automatic_optimization=True would step the optimizer on a raw gradient; remove it"
             )
 
+    def _apply_batch_transfer_handler(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # The last that is done to a batch where a test of its rows can see it.
+        batch = super()._apply_batch_transfer_handler(batch, device, dataloader_idx)  # type: ignore[misc]
+        trainer = getattr(self, "_trainer", None)
+        self._dp_arrived = arrived(batch) if trainer is not None and trainer.training else None
+        return batch
+
     def configure_callbacks(self) -> Any:
         """The first hook of a fit: refuse what can be refused before anything is set up."""
         trainer = cast("pl.LightningModule", self).trainer
@@ -161,6 +183,7 @@ class DPMixin:
             refuse_replaced(self)
             if self._dp_is_private():
                 check_trainer(trainer)
+                check_hooks(self)
             # Lightning advises to save the weights from before the step; they could not be resumed.
             warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
         return super().configure_callbacks()  # type: ignore[misc]
@@ -204,9 +227,11 @@ class DPMixin:
 
     def _dp_setup(self, stage: str) -> None:
         trainer: Any = cast("pl.LightningModule", self).trainer
-        key = getattr(self.configure_privacy(), "key", None) if stage == "fit" else None
+        plan = self.configure_privacy() if stage == "fit" else None
         for owner in (self, trainer.datamodule):
-            check_hyperparameters(owner, key)
+            check_hyperparameters(owner, getattr(plan, "key", None))
+            if getattr(plan, "private", False):
+                check_loadable(owner, trainer)
         use_sealed(trainer.strategy, self._dp_saving)
 
     def _dp_saving(self, directory: Path, checkpoint: dict[str, Any]) -> None:
@@ -275,7 +300,17 @@ class DPMixin:
                 "batch with one row per drawn example; of an empty draw, one with zero rows"
             )
 
+    def _dp_after_on_train_batch_start(self, response: Any) -> None:
+        if response == -1 and self._dp_is_private():
+            raise PrivacyError(
+                f"on_train_batch_start of {type(self).__name__} returned -1, which skips the rest "
+                "of the epoch: how many releases there are would depend on the data. Set "
+                "limit_train_batches or max_steps, or drop examples before training, by a rule "
+                "that looks at each by itself"
+            )
+
     def _dp_on_train_epoch_end(self) -> None:
+        self._dp_refuse_skipped()
         # The last word of a run, also of one that a callback stopped, is the exact value.
         module = cast("pl.LightningModule", self)
         if self._dp is not None:
@@ -283,6 +318,16 @@ class DPMixin:
             self._dp_log_spent(self._dp.ledger.epsilon(self._dp.delta), shown)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _dp_refuse_skipped(self) -> None:
+        # Neither the last batch nor a limit nor should_stop, so something ended it by an exception.
+        trainer: Any = cast("pl.LightningModule", self).trainer
+        if not trainer.fit_loop.epoch_loop.done and self._dp_is_private():
+            raise PrivacyError(
+                "a hook raised StopIteration before the epoch's last step, which skips the rest of "
+                "it: how many releases there are would depend on the data. Set trainer.should_stop "
+                "to end a run; steps made so far are counted"
+            )
 
     def _dp_is_private(self) -> bool:
         return getattr(self.configure_privacy(), "private", True)
@@ -302,11 +347,9 @@ class DPMixin:
                 " frozen or unfrozen); clipping, noise and optimizer state cover the old ones. "
                 "Change the model in __init__ or configure_model, or start another fit"
             )
-        if run.mechanism.private:
-            for name, child in module.named_modules():
-                if is_mixing(child):
-                    check_module(module)
-                    raise PrivacyError(f"{name} mixes examples")
+        if run.mechanism.private and is_refused(module, known):
+            check_module(module)
+            raise PrivacyError("the module changed to what a private run cannot have")
         return run
 
     def _dp_log(self, run: Run, aux: Any, size: int | None) -> None:
@@ -335,7 +378,9 @@ class DPMixin:
             losses, extra = aux
             values = {"loss": losses, **extra}
             for name, value in values.items():
-                module.log(f"not_private/{name}", value.float().mean(), batch_size=max(1, losses.numel()))
+                module.log(
+                    f"not_private/{name}", value.float().mean(), batch_size=max(1, losses.numel())
+                )
             dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
             module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
 
@@ -373,6 +418,15 @@ def _wrap_before(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def _wrap_after(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        response = original(self, *args, **kwargs)
+        getattr(self, f"_dp_after_{name}")(response)
+        return response
+
+    return hook
+
+
 _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "configure_optimizers": _wrap_configure,
     "setup": _wrap_before,
@@ -380,6 +434,7 @@ _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "on_save_checkpoint": _wrap_before,
     "on_load_checkpoint": _wrap_before,
     "on_train_epoch_start": _wrap_before,
+    "on_train_batch_start": _wrap_after,
     "on_train_batch_end": _wrap_before,
     "on_train_epoch_end": _wrap_before,
     "on_train_end": _wrap_before,
@@ -392,8 +447,9 @@ class DPModule(DPMixin, pl.LightningModule):
     """A LightningModule that trains privately: :class:`DPMixin` and ``LightningModule``."""
 
 
-def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | None:
+def _rows_for_step(module: Any, run: Run, batch: Any) -> int | None:
     """How many examples the batch holds, after checking that it is the one for this step."""
+    before, module._dp_arrived = module._dp_arrived, None
     if not isinstance(run.mechanism, PrivateMechanism):
         return None
     loader = check_loader(module.trainer.train_dataloader)
@@ -406,13 +462,18 @@ def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | No
             f"but the run is accounted for {run.mechanism.batch_size} of "
             f"{run.mechanism.n_examples}; start another fit for other data"
         )
+    if loader.rows_may_mix_before_the_loss != run.mechanism.rows_may_mix_before_the_loss:
+        raise PrivacyError(
+            "the training loader's rows_may_mix_before_the_loss is not what the run began with; "
+            "start another fit for it"
+        )
     if loader.world_size != world_size():
         raise PrivacyError(
             f"the training loader draws for {loader.world_size} processes, but the gradients of "
             f"{world_size()} would be summed, so that examples count more than once; let "
             "Trainer(strategy=OpakeDDP(), devices=...) make the process group"
         )
-    _, step = run.position()
+    key, step = run.position()
     draw = loader.draw
     if draw is None or draw.step != step:
         raise PrivacyError(
@@ -424,4 +485,8 @@ def _rows_for_step(module: pl.LightningModule, run: Run, batch: Any) -> int | No
             f"the batch has {rows} rows for {draw.size} drawn examples; one row per example is the "
             "unit of privacy, so collate_fn and batch hooks must not add, drop or merge rows"
         )
+    if not loader.rows_may_mix_before_the_loss:
+        if before is not None:
+            require_unchanged(module, batch, before)
+        require_rows_apart(module, loader, key, step)
     return draw.size

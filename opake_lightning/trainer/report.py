@@ -24,6 +24,8 @@ class PrivacySpent:
         delta: δ that ``epsilon`` is stated at.
         n_steps: Number of releases.
         plan: The plan's public numbers: clipping norm, noise multiplier, expected batch size, ...
+            If ``plan["rows_may_mix_before_the_loss"]``, what is added or removed is one row of what
+            ``collate_fn`` and batch hooks returned, and not one example of the data.
     """
 
     epsilon: float
@@ -48,9 +50,16 @@ def summary(
         ("planned steps", "open-ended" if steps is None else f"{steps}"),
         ("target", f"{target} at δ = {delta:g}"),
     ]
+    if mechanism.rows_may_mix_before_the_loss:
+        rows.append(("rows", "may mix before the loss, in collate_fn or batch hooks"))
     if spent_steps:
         rows.append(("spent before", f"{spent_steps} steps"))
     lines = [f"  {name:<19} {value}" for name, value in rows]
+    if mechanism.rows_may_mix_before_the_loss:
+        lines.append(
+            "  note: one example may move the gradients of others before the loss; the guarantee "
+            "is for a change of one row after that"
+        )
     if delta * mechanism.n_examples >= 1:
         lines.append(
             f"  note: δ = {delta:g} is not below 1 / {mechanism.n_examples} examples; it allows a "

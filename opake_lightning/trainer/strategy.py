@@ -47,13 +47,17 @@ class OpakeDDP(DDPStrategy):
     ranks.
 
     Args:
+        rows_may_mix_before_the_loss: As for :class:`~opake_lightning.PoissonLoader`.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; and all other
             arguments of ``lightning.pytorch.strategies.DDPStrategy`` but those that configure the
             DistributedDataParallel wrapper, which is not used.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, rows_may_mix_before_the_loss: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._rows_may_mix = rows_may_mix_before_the_loss
         unused = [
             name
             for name in ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper")
@@ -121,8 +125,10 @@ class OpakeDDP(DDPStrategy):
             return dataloader
         if isinstance(dataloader, PoissonLoader):
             dataloader.rank, dataloader.world_size = self.global_rank, self.world_size
+            dataloader.rows_may_mix_before_the_loss |= self._rows_may_mix
             return dataloader
         loader = poisson_loader(dataloader, rank=self.global_rank, world_size=self.world_size)
+        loader.rows_may_mix_before_the_loss = self._rows_may_mix
         dropped = "; drop_last has no effect" if getattr(dataloader, "drop_last", False) else ""
         drawing = plan.drawing(loader.n_examples, loader.batch_size)
         rank_zero_info(f"opake_lightning: the training DataLoader now draws {drawing}{dropped}.")

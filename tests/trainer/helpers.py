@@ -10,13 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from opake_lightning import DPSGD, DPModule, OpakeDDP
+from opake_lightning import DPSGD, DPModule, OpakeDDP, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.dpsgd.clipping import adaptive, auto, per_group
 from opake_lightning.optimizers import adamw
@@ -212,3 +213,26 @@ def fit(path, module=None, *, val=False, **kwargs):
     trainer = make_trainer(path, **kwargs)
     trainer.fit(module, make_loader(), DataLoader(Points(), 8) if val else None)
     return trainer, module
+
+
+def refused(path, match, module=None, loader=None, spent=0, **trainer):
+    """A fit that must be refused with ``match``, before the step after the first ``spent``."""
+    module = Net() if module is None else module
+    seed_globals(0)
+    fitter = make_trainer(path, **trainer)
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    with pytest.raises(PrivacyError, match=match):
+        fitter.fit(module, make_loader() if loader is None else loader)
+    assert module.privacy_spent().n_steps == fitter.global_step == spent
+    if not spent:
+        assert all(torch.equal(value, before[n]) for n, value in module.named_parameters())
+    return module
+
+
+def accepted(path, module=None, loader=None, steps=4, **trainer):
+    """A fit of one epoch that must go well and make ``steps``; the module."""
+    module = Net() if module is None else module
+    fitter = make_trainer(path, **{"max_epochs": 1, **trainer})
+    fitter.fit(module, make_loader() if loader is None else loader)
+    assert module.privacy_spent().n_steps == steps
+    return module

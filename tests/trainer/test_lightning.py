@@ -56,15 +56,6 @@ def test_one_step_is_one_release_and_one_global_step(tmp_path, limits, steps):
     assert 2.97 < spent.epsilon <= 3.0
 
 
-def test_skipping_an_epoch_spends_nothing(tmp_path):
-    class Skips(Net):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 1 else None
-
-    trainer, net = fit(tmp_path, Skips())
-    assert trainer.global_step == net.privacy_spent().n_steps == 2
-
-
 def test_model_checkpoint_every_step_and_by_metric(tmp_path):
     every = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1)
     best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="{val_loss:.3f}")
