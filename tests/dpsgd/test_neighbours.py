@@ -151,7 +151,7 @@ def check_mixing(parts, outlier, bound, microbatch, seed):
 
 
 @one_at_a_time
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(parts_of_a_loss, outliers, bounds, microbatches, st.integers(0, 9))
 def test_rows_that_meet_in_a_batch(parts, outlier, bound, microbatch, seed):
     check_mixing(parts, outlier, bound, microbatch, seed)
@@ -203,11 +203,10 @@ def test_the_rows_do_meet(mixing):
 
 
 def check_kept(make: Callable[..., Make]) -> None:
-    for seed, outlier in ((0, 100.0), (1, 1.0), (2, 1.0)):
-        for microbatch in (None, N_ROWS):
-            data = rows(seed, outlier)
-            moved, _ = largest(make(), data, 30.0, microbatch_size=microbatch)
-            assert moved <= SLACK
+    for outlier, microbatch in ((100.0, None), (1.0, N_ROWS)):
+        data = rows(outlier=outlier)
+        moved, _ = largest(make(), data, 30.0, microbatch_size=microbatch)
+        assert moved <= SLACK
 
 
 @one_at_a_time
