@@ -31,6 +31,7 @@ from opake_lightning.trainer._checkpoint_io import (
     local_path,
     use_sealed,
 )
+from opake_lightning.trainer._loss import is_in_loss
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import (
@@ -76,7 +77,7 @@ class DPMixin:
         _dp_shown: tuple[int, float] | None
     log_not_private: bool = False
     # TorchScript reads the annotations of a class that it compiles, and knows few types.
-    _dp, _dp_arrived, _dp_in_loss, _dp_shown = None, None, False, None
+    _dp, _dp_arrived, _dp_shown = None, None, None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -190,7 +191,7 @@ class DPMixin:
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, except inside ``per_example_loss``, where it is refused."""
-        if self._dp_in_loss:
+        if is_in_loss(self):
             raise PrivacyError(
                 f"self.log({name!r}) inside per_example_loss would log what single examples say, "
                 "without noise; return it as aux, and set log_not_private = True to see it"
