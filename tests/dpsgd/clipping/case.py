@@ -215,18 +215,28 @@ class Truth:
         return [min(1.0, bound / max(norm, 1e-300)) for norm in self.norms]
 
 
+def tracked(case: Case) -> dict[str, Any]:
+    """The parameters, each requiring a gradient."""
+    return optree.tree_map(
+        lambda leaf: leaf if leaf.requires_grad else leaf.clone().requires_grad_(), case.params
+    )
+
+
 def truth_of(case: Case) -> Truth:
-    leaves, treespec = optree.tree_flatten(case.params)
-    leaves = [leaf if leaf.requires_grad else leaf.clone().requires_grad_() for leaf in leaves]
-    params = optree.tree_unflatten(treespec, leaves)
+    params = tracked(case)
+    leaves = optree.tree_leaves(params)
     gradients = []
     for i in range(case.size):
+        for leaf in leaves:
+            leaf.grad = None
         loss = case.loss_fn(params, own(rows_of(case.batch, i, i + 1)))
         assert loss.shape in ((), (1,))
-        found = torch.autograd.grad(
-            loss.sum(), leaves, allow_unused=True, materialize_grads=True
-        )
+        # Not torch.autograd.grad, which re-entrant checkpoints do not allow.
+        loss.sum().backward()
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         gradients.append([g.to_dense() if g.is_sparse else g for g in found])
+    for leaf in leaves:
+        leaf.grad = None
     return Truth(gradients)
 
 
