@@ -204,7 +204,11 @@ def _none(leaves: Iterator[Any]) -> None:
 
 
 def _is_registered(kind: type[Any]) -> bool:
-    if kind in (OrderedDict, defaultdict, deque):  # with optree itself, which would sort keys
+    if kind in (
+        OrderedDict,
+        defaultdict,
+        deque,
+    ):  # with optree itself, whose older versions sort keys
         return False
     entry = cast("Any", optree.register_pytree_node).get(kind, namespace=BATCH_NAMESPACE)
     return entry is not None and entry.type is kind
