@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch as _torch
 from tests.dpsgd.clipping.case import (
     BOTH,
     DOUBLE,
