@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opake_lightning.dpsgd.clipping._places import (
+from opake_lightning._places import (
     ABSENT,
     Places,
     below,

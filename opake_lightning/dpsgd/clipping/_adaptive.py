@@ -28,6 +28,7 @@ centred, so that an empty draw says nothing; C stays within [1e-14, 1e14].
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -49,6 +50,7 @@ __all__ = ["Adaptive", "AdaptiveClipState", "adaptive", "adaptive_clipped_grad"]
 _STREAM = "adaptive_clipping"
 # Where all gradients are zero for long, C shrinks until float32 could not hold noise or squares.
 _SMALLEST, _LARGEST = 1e-14, 1e14
+_FALLEN = 1e-6  # of where a norm began
 _DEFAULT_NOISE = 0.05  # of the expected batch size; the paper's choice
 
 
@@ -166,7 +168,20 @@ class Adaptive(Rule):
             self._moved(bound, 0.5 + count / divisor)
             for bound, count in zip(bounds, counts.tolist(), strict=True)
         )
+        self._warn_if_fallen(bounds, moved)
         return replace(Rule.after(self, state, norms, divisor), clipping_norms=moved)
+
+    def _warn_if_fallen(self, before: tuple[float, ...], moved: tuple[float, ...]) -> None:
+        """Once, as a norm passes a millionth of where it began: it is made of noisy counts only."""
+        for first, old, new in zip(bounds_of(self.clipping_norm, 0), before, moved, strict=True):
+            if new < _FALLEN * first <= old:
+                warnings.warn(
+                    f"the adaptive clipping norm has fallen from {first:g} to {new:g}: by the noisy "
+                    "counts most gradients are smaller still, as where the loss is constant or its "
+                    "gradients are zero. Noise shrinks with it, and so does every later gradient; "
+                    "look at the loss, or take a fixed clipping_norm",
+                    stacklevel=2,
+                )
 
     def _moved(self, bound: float, fraction: float) -> float:
         # Held in, as exp would overflow before the ends below hold it.

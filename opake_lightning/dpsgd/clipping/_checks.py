@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._tape import CHECKS, Caution, Retry, Tape, place_of
-from opake_lightning.dpsgd.clipping._torch import outside
+from opake_lightning._functorch import outside
 
 __all__: list[str] = []
 
@@ -103,7 +103,7 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
     Examples do not depend on each other, so the gradient of their sum has a row for each.
     """
-    if not _torch.has_private_names():
+    if not _in_tape(tape):
         return NotImplemented
     if tape.caution < Caution.NO_RULES:
         # Rules detach parameters, and a second derivative has to see them.
@@ -125,11 +125,16 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
         ]
         given["retain_graph"] = True  # the loss's own gradient comes later
         found = func(rows, [_inner(value) for value in inputs], seeds, **given)
-        dims = [_torch.batch_dim_of(value) for value in inputs]
+        dims = [_functorch.batch_dim_of(value) for value in inputs]
         return tuple(
-            None if g is None else _torch.add_batch_dim(g, dim, tape.level)
+            None if g is None else _functorch.add_batch_dim(g, dim, tape.level)
             for g, dim in zip(found, dims, strict=True)
         )
+
+
+def _in_tape(tape: Any) -> bool:
+    """Whether the call is seen by a tape, and not within a transform of the loss's own."""
+    return bool(tape.level) and _functorch.level_now() == tape.level
 
 
 def _listed(value: Any) -> list[Tensor]:
@@ -137,7 +142,7 @@ def _listed(value: Any) -> list[Tensor]:
 
 
 def _inner(value: Tensor) -> Tensor:
-    return _torch.unwrapped(value) if _torch.is_batched(value) else value
+    return _functorch.unwrapped(value) if _functorch.is_batched(value) else value
 
 
 _tracks: Any = cast("Any", Tensor.requires_grad)
@@ -147,7 +152,7 @@ _tracks: Any = cast("Any", Tensor.requires_grad)
 def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The loss wants gradients of what an example says: the tensor behind it has them."""
     value = args[0]
-    if not (_torch.has_private_names() and _torch.is_batched(value)):
+    if not (_in_tape(tape) and _functorch.is_batched(value)):
         return NotImplemented
     inner = _inner(value)
     with outside():
@@ -159,8 +164,8 @@ def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @_check_of(_tracks.__get__)
 def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del tape, func, kwargs
-    if _torch.has_private_names() and _torch.is_batched(args[0]):
+    del func, kwargs
+    if _in_tape(tape) and _functorch.is_batched(args[0]):
         return _inner(args[0]).requires_grad
     return NotImplemented
 
@@ -200,7 +205,7 @@ def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``pack_padded_sequence`` uses it: what it returns in another tensor has a batching rule."""
     del func
-    if not tape.level or kwargs or _torch.physical_of(args[0], tape.level) is None:
+    if not tape.level or kwargs or _functorch.physical_of(args[0], tape.level) is None:
         return NotImplemented
     return args[0].copy_(torch.scatter(*args))
 

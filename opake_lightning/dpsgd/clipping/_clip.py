@@ -18,7 +18,7 @@ from opake_lightning._tree import in_float64
 from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._pass import Alone, Pass, run_alone, run_pass
-from opake_lightning.dpsgd.clipping._tape import Draws, Retry, Split
+from opake_lightning.dpsgd.clipping._tape import Draws, Retry, Split, WritesToBatch
 from opake_lightning.errors import PrivacyError
 
 __all__ = ["Engine"]
@@ -47,6 +47,7 @@ class Engine:
     _said: set[str] = field(default_factory=set[str])
     _looked_for_unused: bool = False
     _fence: Fence | None = None
+    copies_rows: bool = False  # as the loss writes to its batch
 
     def clipped_sum(self, request: Request, *, caution: int, size: int) -> tuple[ClippedSum, int, int]:
         """Answer ``request``.
@@ -63,6 +64,7 @@ class Engine:
             PrivacyError: If the loss is refused. Nothing it wrote is left.
         """
         fence = self._fence = Fence(request.owners, self._fence)
+        fence.refuse_hooks()
         batch = _Batch(self, request, fence, caution)
         try:
             with torch.no_grad():
@@ -124,7 +126,8 @@ class _Batch:
         self._engine, self._request, self._fence = engine, request, fence
         self.caution = caution
         layout = in_float64(request.layout)
-        self._sums = layout.views(layout.zeros())
+        self._sums = layout.views(layout.empty())
+        self._empty = set(range(len(request.params)))  # sums that nothing was added to yet
         squared = request.square_factors_of is not None
         self._square_sums = layout.views(layout.zeros()) if squared else None
         self._norms = [request.no_norms()]
@@ -146,10 +149,17 @@ class _Batch:
 
     def result(self) -> ClippedSum:
         """The sums."""
+        self._clear()
         aux = None
         if self._request.has_aux and self._aux:
             aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
         return ClippedSum(self._sums, torch.cat(self._norms, dim=1), aux, self._square_sums)
+
+    def _clear(self) -> None:
+        """Fill the sums that nothing was added to with zeros."""
+        for number in self._empty:
+            self._sums[number].zero_()
+        self._empty.clear()
 
     def warn_of_unused(self) -> None:
         """Name the parameters that noise moves, and nothing else."""
@@ -220,14 +230,15 @@ class _Batch:
                 done += 1
                 yield None if all_of_it else part.index, found
                 continue
-            self._engine.say(why)
             for i in part.index.tolist():
                 start.of_row(i)
-                row = tuple([t[i : i + 1] for t in rows])
+                row = tuple([t[i : i + 1].clone() for t in rows])
                 with _without_autocast(self._request.device) as ambient:
                     alone = run_alone(
                         self._request.loss, self._request.params, row, self._fence, ambient
                     )
+                # Not before: what fails here as well is the loss's own mistake, and says so itself.
+                self._engine.say(why)
                 yield torch.tensor([i]), alone
 
     def _with_caution(self, rows: Rows, part: _Part, start: _Random) -> Pass:
@@ -239,17 +250,23 @@ class _Batch:
                 start.of_row(part.seed)
             elif again or part.draws is not None:
                 start.again()
+            copies = self._engine.copies_rows
+            mine = tuple([t.clone() for t in rows]) if copies else rows
             try:
                 with _without_autocast(self._request.device) as ambient:
                     return run_pass(
                         self._request.loss,
                         self._request.params,
-                        rows,
+                        mine,
                         self._fence,
                         ambient,
                         caution=self.caution,
                         draws=part.draws,
+                        own_rows=copies,
                     )
+            except WritesToBatch:
+                self._fence.restore()
+                self._engine.copies_rows = again = True
             except Retry as retry:
                 self._fence.restore()
                 if retry.caution <= self.caution:
@@ -270,7 +287,7 @@ class _Batch:
             usual &= (norms >= _SMALL_NORM).all(0)
         if bool(usual.all()):
             factors = request.factors_of(norms)
-            found.add_weighted(factors, request.groups, self._sums)
+            found.add_weighted(factors, request.groups, self._sums, self._empty)
             if request.square_factors_of is not None and self._square_sums is not None:
                 factors = request.square_factors_of(norms)
                 found.add_squares(factors, request.groups, self._square_sums)
@@ -283,6 +300,7 @@ class _Batch:
         In float64 norms and factors of whatever float32 holds have digits enough.
         """
         request = self._request
+        self._clear()
         norms = request.no_norms().new_zeros(request.n_groups, found.size)
         for i in range(found.size):
             rows = [

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opake_lightning.dpsgd.clipping import _torch
-from opake_lightning.dpsgd.clipping._places import (
+from opake_lightning import _functorch
+from opake_lightning._places import (
     ABSENT,
     Held,
     Places,
@@ -66,6 +66,17 @@ class Fence:
         self._guarded = False
         self._drawn: set[int] = set()
         self.read = ""
+
+    def refuse_hooks(self) -> None:
+        """Refuse modules with hooks that change gradients: such hooks would not be run."""
+        for held in self._at_start.held:
+            for name in ("_backward_hooks", "_backward_pre_hooks"):
+                if held.before.get(name):
+                    raise PrivacyError(
+                        f"{held.path} has a backward hook (register_full_backward_hook), which is not "
+                        "run when every example has a gradient of its own; remove it, and write what "
+                        "it does into the loss or the optimizer"
+                    )
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -256,7 +267,7 @@ def _go_on(generator: Any) -> None:
 def _holds_example(value: Any, depth: int = 4) -> bool:
     """Whether a tensor with a row for each example is in ``value``."""
     if isinstance(value, Tensor):
-        return _torch.is_batched(value)
+        return _functorch.is_batched(value)
     if not depth or isinstance(value, (nn.Module, type)):
         return False
     if isinstance(value, dict):

@@ -28,7 +28,7 @@ from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.dpsgd.clipping._clip import Engine
 from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
 from opake_lightning.dpsgd.clipping._groups import group_numbers
-from opake_lightning.dpsgd.clipping._places import owners_of
+from opake_lightning._places import owners_of
 from opake_lightning.dpsgd.clipping._rule import (
     ClippingNorm,
     ClipState,

@@ -78,6 +78,10 @@ class Gradients(ABC):
         for rows in self.chunks():
             _add_weighted(self.dense(rows), factors[rows], out)
 
+    def write_weighted(self, factors: Tensor, out: Tensor) -> None:
+        """The same, whatever ``out`` holds; to fill it with zeros takes as long as to read it."""
+        self.add_weighted(factors, out.zero_())
+
     def kind(self) -> Hashable:
         """What it has in common with gradients that can be looked at together; None: nothing."""
         return None
@@ -199,6 +203,13 @@ class Outer(Gradients):
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
         """Add the weighted sum to ``out``, as one matrix product."""
+        self._product(factors, out, 1)
+
+    def write_weighted(self, factors: Tensor, out: Tensor) -> None:
+        """The same, whatever ``out`` holds."""
+        self._product(factors, out, 0)
+
+    def _product(self, factors: Tensor, out: Tensor, keep: int) -> None:
         length, (p, q) = self._length, self._matrix
         matrix = out.view(self._matrix)
         step = max(1, _CHUNK // max(1, length * min(p, q)), 512 // max(1, length))
@@ -206,7 +217,7 @@ class Outer(Gradients):
             rows = slice(start, start + step)
             a, b, column = self.a[rows].double(), self.b[rows].double(), factors[rows, None, None]
             a, b = (a * column, b) if p <= q else (a, b * column)
-            matrix.addmm_(a.reshape(-1, p).t(), b.reshape(-1, q))
+            matrix.addmm_(a.reshape(-1, p).t(), b.reshape(-1, q), beta=1 if start else keep)
 
     def kind(self) -> Hashable:
         """Small ones of one shape."""

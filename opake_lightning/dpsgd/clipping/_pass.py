@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from opake_lightning.dpsgd.clipping import _checks as _checks
 from opake_lightning.dpsgd.clipping import _reads as _reads
 from opake_lightning.dpsgd.clipping import _rules as _rules
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Alike, Dense, Gradients, Pulled, total
 from opake_lightning.dpsgd.clipping._tape import (
@@ -76,14 +76,24 @@ class Pass:
             squared[groups[number]] += gradient.squared_norms()
         return squared.sqrt_()
 
-    def add_weighted(self, factors: Tensor, groups: Sequence[int], sums: Sequence[Tensor]) -> None:
-        """Add sums over examples of factor times gradient; factors have shape [groups, size]."""
+    def add_weighted(
+        self, factors: Tensor, groups: Sequence[int], sums: Sequence[Tensor], empty: set[int]
+    ) -> None:
+        """Add sums over examples of factor times gradient; factors have shape [groups, size].
+
+        ``empty`` are the numbers of sums that hold nothing yet, not even zeros.
+        """
         alike, others = self._by_kind()
         for numbers, bundle in alike:
+            for n in empty.intersection(numbers):
+                sums[n].zero_()
+            empty.difference_update(numbers)
             weights = factors[[groups[n] for n in numbers]]
             bundle.add_weighted(weights, [sums[n] for n in numbers])
         for number, gradient in others:
-            gradient.add_weighted(factors[groups[number]], sums[number])
+            add = gradient.write_weighted if number in empty else gradient.add_weighted
+            empty.discard(number)
+            add(factors[groups[number]], sums[number])
 
     def add_squares(self, factors: Tensor, groups: Sequence[int], sums: Sequence[Tensor]) -> None:
         """Add the sums over examples of the squares of factor times gradient."""
@@ -124,6 +134,7 @@ def run_pass(
     *,
     caution: int = Caution.NONE,
     draws: Draws | None = None,
+    own_rows: bool = False,
 ) -> Pass:
     """Run the loss of each row, vectorised, forward and backward.
 
@@ -135,6 +146,7 @@ def run_pass(
         ambient: Autocast around the loss.
         caution: See :class:`Caution`.
         draws: Set if the rows are a part of a batch.
+        own_rows: Whether ``rows`` are copies, which the loss may write to.
 
     Raises:
         Alone: If vmap cannot run it.
@@ -143,20 +155,23 @@ def run_pass(
         PrivacyError: If the loss is refused.
     """
     size = len(rows[0])
-    seen = _torch.has_private_names()
+    seen = _functorch.has_private_names()
     copies = [] if seen else [p.detach().expand(size, *p.shape).requires_grad_() for p in leaves]
     tapes: list[Tape] = []
     specs: list[Any] = []
 
     def one(wide: list[Tensor], *example: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         tape = Tape(
-            leaves, size, fence, caution=caution, draws=draws, wide=None if seen else wide
-        )
+            leaves, size, fence, caution=caution, draws=draws, wide=None if seen else wide,
+            batch=() if own_rows else rows,
+        )  # fmt: skip
         tapes.append(tape)
         with ambient(), tape:
             loss, aux = loss_of(example)
         if tape.refusal is not None:
             raise tape.refusal
+        if tape.failure:
+            raise Alone(tape.failure)
         loss = _one_number(loss)
         if tape.is_parameter(loss):
             loss = tape.copy_for_each(loss)
@@ -164,7 +179,7 @@ def run_pass(
         specs.append(spec)
         return loss.reshape(()), tuple([_row(value) for value in values])
 
-    with torch.enable_grad(), _torch.eagerly(), _torch.checkpoints_called_directly():
+    with torch.enable_grad(), _functorch.eagerly(), _functorch.checkpoints_called_directly():
         try:
             losses, aux = torch.func.vmap(one, randomness="different")(
                 copies, *[t.detach().unsqueeze(1) for t in rows]
@@ -172,7 +187,7 @@ def run_pass(
             tape = tapes[0]
             fence.passed()
             gradients, kept = _backward(tape, losses, copies)
-        except (PrivacyError, torch.OutOfMemoryError):
+        except (PrivacyError, Alone, torch.OutOfMemoryError):
             raise
         except _FROM_VMAP as error:
             if tapes and (refusal := tapes[0].refusal) is not None:
@@ -316,7 +331,7 @@ def run_alone(
     """
     fence.guard_memory()
     watch = _Watch()
-    with torch.enable_grad(), _torch.eagerly(), _torch.checkpoints_called_directly():
+    with torch.enable_grad(), _functorch.eagerly(), _functorch.checkpoints_called_directly():
         try:
             with ambient(), watch:
                 loss, aux = loss_of(tuple([t.detach() for t in row]))

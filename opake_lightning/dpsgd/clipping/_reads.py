@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._tape import CHECKS, Split, Tape, place_of
-from opake_lightning.dpsgd.clipping._torch import outside
+from opake_lightning._functorch import outside
 
 __all__: list[str] = []
 
@@ -49,7 +49,8 @@ def _answer(func: Any, value: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    return "nan" if value != value else value  # noqa: PLR0124 - NaN alone differs from itself
+    # NaN is one value, and 0.0 another than -0.0.
+    return value.hex() if isinstance(value, float) else repr(value)
 
 
 def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,9 +79,9 @@ def _contains(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _seen(tape: Tape, func: Any, value: Any) -> Tensor | None:
     """The tensor behind ``value``, examples first; None if it is the same for all of them."""
     del func
-    if not isinstance(value, Tensor) or not _torch.has_private_names():
+    if not isinstance(value, Tensor) or not _functorch.has_private_names():
         return None
-    return _torch.physical_of(value, tape.level)
+    return _functorch.physical_of(value, tape.level)
 
 
 _bool, _int = Tensor.__bool__, Tensor.__int__
@@ -97,3 +98,33 @@ CHECKS.update(
     dict.fromkeys((torch.equal, Tensor.equal, torch.allclose, Tensor.allclose), _compared)
 )
 CHECKS[cast("Any", Tensor).__contains__] = _contains
+
+
+def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indexing by what vmap cannot: a slice that ends at a tensor, or a mask that is written to."""
+    del kwargs
+    if not _functorch.has_private_names() or not tape.level:
+        return NotImplemented
+    target, index, *value = args
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, slice) and tape.any_batched([part]) for part in parts):
+        ends = [_with_numbers(tape, part) for part in cast("tuple[Any, ...]", parts)]
+        with tape:
+            return func(target, tuple(ends), *value)
+    mask = isinstance(index, Tensor) and index.dtype == torch.bool and tape.any_batched([index])
+    if not mask or not value or (isinstance(value[0], Tensor) and value[0].dim()):
+        return NotImplemented
+    with tape:
+        target.masked_fill_(index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value[0])
+    return None
+
+
+def _with_numbers(tape: Tape, part: Any) -> Any:
+    if not isinstance(part, slice):
+        return part
+    with tape:
+        ends = (part.start, part.stop, part.step)
+        return slice(*[int(end) if isinstance(end, Tensor) else end for end in ends])
+
+
+CHECKS[Tensor.__getitem__] = CHECKS[Tensor.__setitem__] = _indexed

@@ -140,12 +140,9 @@ def bounds_of(clipping_norm: ClippingNorm, step: int) -> tuple[float, ...]:
 
 
 def check_steps(clipping_norm: ClippingNorm, steps: int) -> None:
-    """Refuse a schedule without a valid norm for a run of ``steps`` steps.
-
-    Looks at some steps, the last among them; every step is checked when it comes.
-    """
+    """Refuse a schedule without a valid norm at any step of a run of ``steps`` steps."""
     if callable(clipping_norm):
-        for step in _some_steps(steps):
+        for step in range(steps):
             bounds_of(clipping_norm, step)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._functions import (
     INDEXING,
@@ -38,10 +38,10 @@ from opake_lightning.dpsgd.clipping._functions import (
     writes,
 )
 from opake_lightning.dpsgd.clipping._gradients import Gradients, Outer, Places
-from opake_lightning.dpsgd.clipping._torch import outside
+from opake_lightning._functorch import outside
 from opake_lightning.errors import PrivacyError
 
-__all__ = ["Caution", "Computed", "Draws", "NoRule", "Retry", "Split", "Tape", "Use", "rule_for"]
+__all__ = ["Caution", "Computed", "Draws", "NoRule", "Retry", "Split", "Tape", "Use", "WritesToBatch", "rule_for"]
 
 Rule = Callable[..., Any]
 # From torch function to rule, and to what looks at a call before anything else does.
@@ -99,6 +99,10 @@ class Caution:
     WIDE = 1
     #: No rules either: the loss takes gradients of its own, or writes to what it computed.
     NO_RULES = 2
+
+
+class WritesToBatch(BaseException):
+    """The loss is about to write to its batch, which another pass may need as it is."""
 
 
 class Retry(BaseException):
@@ -164,6 +168,7 @@ class Tape(TorchFunctionMode):
         draws: Set if this is a part of a batch: random numbers are those of its rows in the batch.
         wide: A copy of each leaf for each example, as vmap hands it to the loss; needed where
             tensors cannot be seen from inside of vmap.
+        batch: Tensors that the loss may not write to: those of the batch, if they are no copies.
 
     Attributes:
         uses: What was recorded; an entry is taken out when the gradient of its output arrives.
@@ -183,8 +188,10 @@ class Tape(TorchFunctionMode):
         caution: int = Caution.NONE,
         draws: Draws | None = None,
         wide: Sequence[Tensor] | None = None,
+        batch: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
+        self.batch = {t.untyped_storage().data_ptr() for t in batch if t.numel()}
         self.leaves, self.size, self.fence = list(leaves), size, fence
         self.caution, self._draws, self._wide = caution, draws, wide
         self.uses: list[Use | None] = []
@@ -209,8 +216,8 @@ class Tape(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Start to watch."""
-        if not self.level and _torch.has_private_names():
-            self.level = _torch.level_now()
+        if not self.level and _functorch.has_private_names():
+            self.level = _functorch.level_now()
         return super().__enter__()
 
     # -- the mode -------------------------------------------------------------------------------
@@ -225,7 +232,17 @@ class Tape(TorchFunctionMode):
         """Run ``func``, seeing what goes in and comes out."""
         del types
         kwargs = kwargs or {}
-        out = self._call(func, args, kwargs)
+        try:
+            out = self._call(func, args, kwargs)
+        except PrivacyError:
+            raise
+        except Exception as error:
+            # It fails for all rows if it fails for one. A loss that catches that, and goes another
+            # way, would let one example decide for the others: it runs alone.
+            if not self.failure:
+                lines = str(error).splitlines() or [type(error).__name__]
+                self.failure = f"{place_of(func)}: {lines[0][:200]}"
+            raise
         if self._drew or func in RANDOM:
             self._drew = True
             if func in RANDOM or self.is_random(args) or self.is_random(kwargs.values()):
@@ -257,7 +274,7 @@ class Tape(TorchFunctionMode):
             return run(func, args, kwargs)
         if params:
             return self._with_params(func, args, kwargs)
-        if func in ROW_WISE and _torch.level_now() == self.level:
+        if func in ROW_WISE and _functorch.level_now() == self.level:
             try:
                 return self.by_rule(RULES[func], func, args, kwargs)
             except NoRule:
@@ -270,12 +287,15 @@ class Tape(TorchFunctionMode):
         return self._own_memory(out, args) if self.caution else out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body = body_of(func)
+        if body is None:
+            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not self.failure:
-                self.failure = f"{place_of(func)}: {str(error).splitlines()[0][:200]}"
-            raise
+        except RuntimeError:
+            # It may ask for a Python value inside, which can be answered where it is seen.
+            with self:
+                return body(*args, **kwargs)
 
     def _find(self, values: Iterable[Any], params: list[Tensor]) -> None:
         known = self.known
@@ -291,7 +311,7 @@ class Tape(TorchFunctionMode):
     def _with_params(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes(func) or "out" in kwargs:
             self._check_write(func, args, kwargs)
-        if _torch.level_now() != self.level or func in RANDOM:
+        if _functorch.level_now() != self.level or func in RANDOM:
             return self._without_rule(func, args, kwargs)
         if self.caution >= Caution.NO_RULES:
             batched = self.any_batched((args, kwargs))
@@ -325,7 +345,7 @@ class Tape(TorchFunctionMode):
         """Whether a tensor in ``values``, tuples, lists and dicts, has a row for each example."""
         for value in values.values() if isinstance(values, dict) else values:
             if isinstance(value, Tensor):
-                if _torch.physical_of(value, self.level) is not None:
+                if _functorch.physical_of(value, self.level) is not None:
                     return True
             elif isinstance(value, slice):
                 if self.any_batched((value.start, value.stop, value.step)):
@@ -337,7 +357,7 @@ class Tape(TorchFunctionMode):
     def wrapped(self, out: Any) -> Any:
         """``out``, whose tensors have the examples first, as the loss is to see it."""
         if isinstance(out, Tensor):
-            return _torch.add_batch_dim(out, 0, self.level)
+            return _functorch.add_batch_dim(out, 0, self.level)
         if isinstance(out, (tuple, list)):
             return type(out)(self.wrapped(item) for item in cast("Iterable[Any]", out))
         return out
@@ -351,7 +371,7 @@ class Tape(TorchFunctionMode):
 
         def physical(value: Any) -> Any:
             if isinstance(value, Tensor):
-                inner = _torch.physical_of(value, self.level)
+                inner = _functorch.physical_of(value, self.level)
                 if inner is None:
                     return value
                 data.add(id(inner))
@@ -490,7 +510,7 @@ class Tape(TorchFunctionMode):
         # the whole loss, as any leaf's.
         with outside():
             wide = self._copy_of(param)
-        return _torch.add_batch_dim(wide, 0, self.level)
+        return _functorch.add_batch_dim(wide, 0, self.level)
 
     def _copy_of(self, param: Tensor) -> Tensor:
         if id(param) not in self.copies:
@@ -544,7 +564,10 @@ class Tape(TorchFunctionMode):
         target = kwargs.get("out", args[0] if args else None)
         targets = [target] if isinstance(target, Tensor) else _tensors(target)
         for tensor in targets:
-            if _torch.physical_of(tensor, self.level) is not None:
+            inner = _functorch.physical_of(tensor, self.level)
+            if inner is not None:
+                if inner.untyped_storage().data_ptr() in self.batch:
+                    raise WritesToBatch
                 continue
             if id(tensor) in self.known and tensor.is_leaf:
                 raise self.refuse(
@@ -576,13 +599,13 @@ class Tape(TorchFunctionMode):
         """With caution: a constant that was made just now, as memory that each example may write to."""
         if not isinstance(out, Tensor) or out.requires_grad or id(out) in self.known:
             return out
-        if _torch.physical_of(out, self.level) is not None or _torch.level_now() != self.level:
+        if _functorch.physical_of(out, self.level) is not None or _functorch.level_now() != self.level:
             return out
         where = out.untyped_storage().data_ptr()
         if any(a.untyped_storage().data_ptr() == where for a in _tensors(args)) and out.numel():
             return out
         with outside():
-            return _torch.add_batch_dim(out.expand(self.size, *out.shape).clone(), 0, self.level)
+            return _functorch.add_batch_dim(out.expand(self.size, *out.shape).clone(), 0, self.level)
 
     # -- random numbers ---------------------------------------------------------------------------
 
@@ -598,7 +621,7 @@ class Tape(TorchFunctionMode):
         def spread(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            inner = _torch.physical_of(value, self.level)
+            inner = _functorch.physical_of(value, self.level)
             if inner is None:
                 return value
             room = inner.new_zeros(whole, *inner.shape[1:])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opake_lightning.dpsgd.clipping import _torch
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._gradients import Gradients
 from opake_lightning.dpsgd.clipping._tape import BODIES, CHECKS, NoRule, Tape, rule_for
 
@@ -320,12 +320,12 @@ def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The whole sequence of an example, of which ``lengths`` steps count."""
     del func, kwargs
     input, lengths, batch_first = args
-    if not _torch.has_private_names() or input.shape[0 if batch_first else 1] != 1:
+    if not _functorch.has_private_names() or input.shape[0 if batch_first else 1] != 1:
         return NotImplemented
-    inner = _torch.physical_of(lengths, tape.level)
+    inner = _functorch.physical_of(lengths, tape.level)
     rows = input[0] if batch_first else input[:, 0]
     ones = torch.ones(len(rows), dtype=torch.int64)
-    with _torch.outside():
+    with _functorch.outside():
         lengths = lengths.expand(tape.size, 1) if inner is None else inner
         tape.packed[id(ones)] = ones, lengths.reshape(tape.size).to(rows.device)
     return rows, ones
@@ -337,8 +337,8 @@ def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     rows, sizes, batch_first, padding, total = args
     if id(sizes) not in tape.packed:
         return NotImplemented
-    with _torch.outside():
-        wrapped = _torch.add_batch_dim(tape.packed[id(sizes)][1], 0, tape.level)
+    with _functorch.outside():
+        wrapped = _functorch.add_batch_dim(tape.packed[id(sizes)][1], 0, tape.level)
     kept = torch.arange(len(rows), device=rows.device) < wrapped
     shape = (-1, *[1] * (rows.dim() - 1))
     rows = torch.where(kept.reshape(shape), rows, padding)

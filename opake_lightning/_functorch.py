@@ -87,12 +87,15 @@ class outside:  # noqa: N801 - used like a function
     __slots__ = ("_saved",)
 
     def __enter__(self) -> None:
-        """Take the stack of transforms away."""
-        self._saved = _pop()
+        """Take the stack of transforms away, those of the loss's own too."""
+        self._saved = [_pop()]
+        while level_now():
+            self._saved.append(_pop())
 
     def __exit__(self, *_: object) -> None:
         """Put it back."""
-        _push(self._saved)
+        while self._saved:
+            _push(self._saved.pop())
 
 
 @contextlib.contextmanager

@@ -182,6 +182,8 @@ class Places:
         kind = cast("Any", type(value))
         if kind in _ATOMS or id(value) in self._seen or len(self.held) > _MOST:
             return
+        if isinstance(value, torch.jit.ScriptModule):
+            return  # its methods are new objects each time that they are asked for
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.tensors.append(value)
