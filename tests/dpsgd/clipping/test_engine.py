@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 
-def _over(dtypes: tuple[torch.dtype, ...] = BOTH, *, refused: bool) -> pytest.MarkDecorator:
+def over(dtypes: tuple[torch.dtype, ...] = BOTH, *, refused: bool) -> pytest.MarkDecorator:
     """Cases in these dtypes, as far as they exist in them."""
     return pytest.mark.parametrize(
         ("name", "dtype"),
@@ -106,7 +106,7 @@ def ran_as_stated(case: Case, spec: Spec) -> list[str]:
 # -- the cases themselves -------------------------------------------------------------------------
 
 
-@_over(DOUBLE, refused=False)
+@over(DOUBLE, refused=False)
 def test_a_case_says_whether_its_rows_mix(name, dtype):
     """And has gradients that tell its rows apart, so that no engine is right by chance."""
     spec = CASES[name]
@@ -136,7 +136,7 @@ def test_a_wrong_leaf_of_one_example_would_be_found():
 # -- the engine -----------------------------------------------------------------------------------
 
 
-@_over(refused=False)
+@over(refused=False)
 def test_the_engine_equals_a_loop(name, dtype):
     spec = CASES[name]
     case = build(name, spec, dtype)
@@ -146,7 +146,7 @@ def test_the_engine_equals_a_loop(name, dtype):
         assert wrong_sums(case, truth, TOLERANCE[dtype]) == []
 
 
-@_over(refused=True)
+@over(refused=True)
 def test_what_has_no_right_result_is_refused(name, dtype):
     spec = CASES[name]
     case = build(name, spec, dtype)
@@ -164,14 +164,14 @@ def equals_a_loop(case: Case, **options: Any) -> None:
     assert truth.error_of(got.pytree, middle) <= TOLERANCE[torch.float64]
 
 
-@_over(DOUBLE, refused=False)
+@over(DOUBLE, refused=False)
 def test_without_rules_it_equals_a_loop(name, dtype):
     spec = CASES[name]
     with quiet(spec, alone=spec.beyond_vmap):
         equals_a_loop(build(name, spec, dtype), caution=2)
 
 
-@_over(DOUBLE, refused=False)
+@over(DOUBLE, refused=False)
 def test_without_torch_s_private_names_it_equals_a_loop(name, dtype, monkeypatch):
     spec = CASES[name]
     monkeypatch.setattr(_torch, "_C", None)
