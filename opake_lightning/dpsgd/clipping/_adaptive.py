@@ -176,8 +176,9 @@ class Adaptive(Rule):
         for first, old, new in zip(bounds_of(self.clipping_norm, 0), before, moved, strict=True):
             if new < _FALLEN * first <= old:
                 warnings.warn(
-                    f"the adaptive clipping norm has fallen from {first:g} to {new:g}: by the noisy "
-                    "counts most gradients are smaller still, as where the loss is constant or its "
+                    f"the adaptive clipping norm has fallen from {first:g} to {new:g}: by the "
+                    "noisy counts most gradients are smaller still, as where the loss is constant "
+                    "or its "
                     "gradients are zero. Noise shrinks with it, and so does every later gradient; "
                     "look at the loss, or take a fixed clipping_norm",
                     stacklevel=2,

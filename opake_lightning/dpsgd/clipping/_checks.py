@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning import _functorch
-from opake_lightning.dpsgd.clipping._tape import CHECKS, Caution, Retry, Tape, place_of
 from opake_lightning._functorch import outside
+from opake_lightning.dpsgd.clipping._tape import CHECKS, Caution, Retry, Tape, place_of
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return {**dict(zip(names.split(), args, strict=False)), **kwargs}
 
 
-# -- losses that are another number on one row ------------------------------------------------------
+# -- losses that are another number on one row -----------------------------------------------------
 
 
 @_check_of(functional.cross_entropy, functional.nll_loss)
@@ -49,14 +49,14 @@ def _weighted_mean(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[st
         what = "ignore_index"
     if what:
         raise tape.refuse(
-            f"{place_of(func)} takes a mean with {what}=: of one example that is divided by its own "
-            f"{'weight, which cancels' if what == 'weight' else 'count of kept labels'}. Pass "
+            f"{place_of(func)} takes a mean with {what}=: of one example that is divided by its "
+            f"own {'weight, which cancels' if what == 'weight' else 'count of kept labels'}. Pass "
             'reduction="none", and divide by a constant (the number of labels in a row, say)'
         )
     return NotImplemented
 
 
-# -- what writes to a weight ------------------------------------------------------------------------
+# -- what writes to a weight -----------------------------------------------------------------------
 
 
 @_check_of(functional.embedding, functional.embedding_bag)
@@ -94,7 +94,7 @@ def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return NotImplemented
 
 
-# -- gradients that the loss takes itself -----------------------------------------------------------
+# -- gradients that the loss takes itself ----------------------------------------------------------
 
 
 @_check_of(torch.autograd.grad)
@@ -120,9 +120,11 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
     inputs = [tape.copy_for_each(p) if tape.is_parameter(p) else p for p in inputs]
     with outside():
         rows = [_inner(value) for value in outputs]
-        seeds = [torch.ones_like(row) for row in rows] if upstream is None else [
-            _inner(u).expand_as(row) for u, row in zip(_listed(upstream), rows, strict=True)
-        ]
+        seeds = (
+            [torch.ones_like(row) for row in rows]
+            if upstream is None
+            else [_inner(u).expand_as(row) for u, row in zip(_listed(upstream), rows, strict=True)]
+        )
         given["retain_graph"] = True  # the loss's own gradient comes later
         found = func(rows, [_inner(value) for value in inputs], seeds, **given)
         dims = [_functorch.batch_dim_of(value) for value in inputs]
@@ -188,35 +190,33 @@ def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
-# -- paths that are off -----------------------------------------------------------------------------
+# -- paths that are off ----------------------------------------------------------------------------
 
 
-@_check_of(torch._nested_tensor_from_mask_left_aligned)
+@_check_of(cast("Any", torch)._nested_tensor_from_mask_left_aligned)
 def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """TransformerEncoder's nested tensors have another shape for each example."""
     del tape, func, args, kwargs
     return False
 
 
-# -- what vmap does row by row --------------------------------------------------------------------
+# -- what vmap does row by row ---------------------------------------------------------------------
 
 
 @_check_of(Tensor.scatter_)
 def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As ``pack_padded_sequence`` uses it: what it returns in another tensor has a batching rule."""
+    """As ``pack_padded_sequence`` uses it: what it returns apart has a batching rule."""
     del func
     if not tape.level or kwargs or _functorch.physical_of(args[0], tape.level) is None:
         return NotImplemented
     return args[0].copy_(torch.scatter(*args))
 
 
-# -- what vmap gets wrong ---------------------------------------------------------------------------
+# -- what vmap gets wrong --------------------------------------------------------------------------
 
 
 @_check_of(torch.select_scatter, Tensor.select_scatter)
-def _select_scatter(
-    tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _select_scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under vmap torch adds the gradient of the source up, once for each place along ``dim``."""
     if not tape.level or kwargs:
         return NotImplemented

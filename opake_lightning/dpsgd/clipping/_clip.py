@@ -37,6 +37,9 @@ _PARTS = 8
 # Norms whose squares float32 may lose, if the bound is as small.
 _SMALL_NORM = 1e-9
 
+# A number of no row.
+_AFTER = 1 << 62
+
 Rows = tuple[Tensor, ...]
 
 
@@ -49,7 +52,9 @@ class Engine:
     _fence: Fence | None = None
     copies_rows: bool = False  # as the loss writes to its batch
 
-    def clipped_sum(self, request: Request, *, caution: int, size: int) -> tuple[ClippedSum, int, int]:
+    def clipped_sum(
+        self, request: Request, *, caution: int, size: int
+    ) -> tuple[ClippedSum, int, int]:
         """Answer ``request``.
 
         Args:
@@ -65,7 +70,7 @@ class Engine:
         """
         fence = self._fence = Fence(request.owners, self._fence)
         fence.refuse_hooks()
-        batch = _Batch(self, request, fence, caution)
+        batch, before = _Batch(self, request, fence, caution), _Random(request.device)
         try:
             with torch.no_grad():
                 size = batch.run(size)
@@ -74,6 +79,7 @@ class Engine:
             fence.restore()
             raise
         fence.finish()
+        before.go_on()
         if request.examples.size and not self._looked_for_unused:
             self._looked_for_unused = True
             batch.warn_of_unused()
@@ -179,9 +185,9 @@ class _Batch:
         request = self._request
         if request.needs_gradient and request.examples.size and not self._has_gradient:
             raise PrivacyError(
-                "the loss depends on no trainable parameter (it was detached, made under no_grad, or "
-                "of frozen layers alone), so every step would spend privacy on noise alone; return "
-                "a loss that has a gradient"
+                "the loss depends on no trainable parameter (it was detached, made under no_grad, "
+                "or of frozen layers alone), so every step would spend privacy on noise alone; "
+                "return a loss that has a gradient"
             )
 
     # -- parts ------------------------------------------------------------------------------------
@@ -304,15 +310,18 @@ class _Batch:
         norms = request.no_norms().new_zeros(request.n_groups, found.size)
         for i in range(found.size):
             rows = [
-                None if g is None else g.dense(slice(i, i + 1))[0].double()
-                for g in found.gradients
+                None if g is None else g.dense(slice(i, i + 1))[0].double() for g in found.gradients
             ]
             norms[:, i] = norm = _norms(rows, request.groups, norms[:, i])
             for out, row, group in zip(self._sums, rows, request.groups, strict=True):
                 if row is not None and bool(norm.isfinite().all()):
                     out.add_(row, alpha=float(request.factors_of(norm[:, None])[group, 0]))
             squares = self._square_sums
-            if request.square_factors_of is None or squares is None or not bool(norm.isfinite().all()):
+            if (
+                request.square_factors_of is None
+                or squares is None
+                or not bool(norm.isfinite().all())
+            ):
                 continue
             factors = request.square_factors_of(norm[:, None])[:, 0]
             for out, row, group in zip(squares, rows, request.groups, strict=True):
@@ -375,6 +384,14 @@ class _Random:
         if self._device and self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
+    def go_on(self) -> None:
+        """If anything was drawn, draw from here on what follows from where this was.
+
+        How much was drawn tells how many examples there were, and where they differed.
+        """
+        if not torch.equal(torch.get_rng_state(), self._cpu):
+            self.of_row(_AFTER)
+
     def of_row(self, i: int) -> None:
         """Draw what belongs to one row, however many ran before it."""
         digest = hashlib.blake2b(self._cpu.numpy().tobytes(), salt=i.to_bytes(8, "big")).digest()
@@ -394,5 +411,3 @@ def _without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
 
     with torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext():
         yield ambient if enabled else contextlib.nullcontext
-
-

@@ -115,6 +115,6 @@ def refuse_engine(engine: object) -> None:
     """Refuse a choice that there is no longer."""
     if engine is not None:
         raise TypeError(
-            f"engine={engine!r} is gone: one engine is exact for every loss, so nothing needs to be "
-            "chosen; leave it out. A loss of code that you do not trust is as safe as any other"
+            f"engine={engine!r} is gone: one engine is exact for every loss, so nothing needs to "
+            "be chosen; leave it out. A loss of code that you do not trust is as safe as any other"
         )

@@ -39,7 +39,7 @@ from opake_lightning._places import (
 )
 from opake_lightning.errors import PrivacyError
 
-__all__ = ["Fence"]
+__all__ = ["Fence", "memory_of"]
 
 # Python's and NumPy's own generators: rows of a pass share what they draw.
 _GLOBAL: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
@@ -73,26 +73,26 @@ class Fence:
             for name in ("_backward_hooks", "_backward_pre_hooks"):
                 if held.before.get(name):
                     raise PrivacyError(
-                        f"{held.path} has a backward hook (register_full_backward_hook), which is not "
-                        "run when every example has a gradient of its own; remove it, and write what "
-                        "it does into the loss or the optimizer"
+                        f"{held.path} has a backward hook (register_full_backward_hook), which is "
+                        "not run when every example has a gradient of its own; remove it, and "
+                        "write what it does into the loss or the optimizer"
                     )
 
     # -- memory -----------------------------------------------------------------------------------
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares memory with one that was there before the loss ran."""
-        return _memory_of(tensor) in self._tensors()
+        return memory_of(tensor) in self._tensors()
 
     def name_of(self, tensor: Tensor) -> str:
         """The tensor's name on its owner, for a message."""
-        found = self._tensors().get(_memory_of(tensor))
+        found = self._tensors().get(memory_of(tensor))
         return "a tensor from outside of the loss" if found is None else found[1]
 
     def _tensors(self) -> dict[int, tuple[Tensor, str]]:
         if self._memory is None:
             self._memory = {
-                _memory_of(value): (value, below(held.path, key))
+                memory_of(value): (value, below(held.path, key))
                 for held in self._at_start.held
                 for key, value in held.before.items()
                 if isinstance(value, Tensor) and value.numel()
@@ -170,7 +170,9 @@ class Fence:
                 self._refuse_changes(places, since, strict=strict)
             if path := self._at_start.gone_on():
                 # There is no way to set it back for the next pass.
-                why = "how often it does tells how many passes the examples took; use a plain number"
+                why = (
+                    "how often it does tells how many passes the examples took; use a plain number"
+                )
                 _refuse(f"changes {path} in place", why)
             self._agree([(held.place, now) for held, now in changed])
         finally:
@@ -215,7 +217,8 @@ class Fence:
             for key, value in now.items():
                 if isinstance(value, (int, float)) and key in other and other[key] != value:
                     _refuse(
-                        f"assigns {value!r} to {key!r} for some examples", f"{other[key]!r} for others"
+                        f"assigns {value!r} to {key!r} for some examples",
+                        f"{other[key]!r} for others",
                     )
 
     def restore(self) -> None:
@@ -303,12 +306,13 @@ def _equal_states(a: Any, b: Any) -> bool:
 
 def _refuse(what: str, why: str) -> NoReturn:
     raise PrivacyError(
-        f"the loss {what}, which outlives the call: {why}. Drop that, compute it on public data, or "
-        "return it as an auxiliary output"
+        f"the loss {what}, which outlives the call: {why}. Drop that, compute it on public data, "
+        "or return it as an auxiliary output"
     )
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """The address of the memory behind ``tensor``; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except (RuntimeError, NotImplementedError):  # tensors without memory of their own
@@ -323,5 +327,3 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         filled = torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5))
         return filled and torch.equal(a.isnan(), b.isnan())
     return torch.equal(a, b)
-
-

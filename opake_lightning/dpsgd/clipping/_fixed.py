@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from opake_lightning import _check
+from opake_lightning._places import owners_of
 from opake_lightning._tree import Layout, layout_of
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.dpsgd.clipping._clip import Engine
 from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
 from opake_lightning.dpsgd.clipping._groups import group_numbers
-from opake_lightning._places import owners_of
 from opake_lightning.dpsgd.clipping._rule import (
     ClippingNorm,
     ClipState,
@@ -209,9 +209,7 @@ def per_example_grad_fn(
         radius = _radius_of(form, bounds, projection_radius)
         grads = _clipped(result, layout, bounds, scale, radius)
         state = rule.after(state, result.norms, scale)
-        state = replace(
-            state, caution=caution, microbatch_size=0 if microbatch_size else size
-        )
+        state = replace(state, caution=caution, microbatch_size=0 if microbatch_size else size)
         return ((grads, result.aux) if has_aux else grads), state
 
     return grad_fn
@@ -222,9 +220,9 @@ def _tracked(leaf: Tensor) -> Tensor:
     if leaf.requires_grad and leaf.is_leaf:
         if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
             raise PrivacyError(
-                f"a parameter of shape {tuple(leaf.shape)} has a gradient hook, which is not run when "
-                "every example has a gradient of its own; remove it, and write what it does into "
-                "the loss or the optimizer"
+                f"a parameter of shape {tuple(leaf.shape)} has a gradient hook, which is not run "
+                "when every example has a gradient of its own; remove it, and write what it does "
+                "into the loss or the optimizer"
             )
         return leaf
     return leaf.detach().requires_grad_()
@@ -259,7 +257,9 @@ def _clipped(
     if result.squares is not None:
         # The squares of a group have a norm of at most C_k^2.
         most = math.hypot(*(bound**2 for bound in bounds))
-        square = ClippedPytree(optree.tree_unflatten(treespec, result.squares), most / scale, None, dtypes)
+        square = ClippedPytree(
+            optree.tree_unflatten(treespec, result.squares), most / scale, None, dtypes
+        )
         return SecondMomentClippedPytree(gradient, square=square)
     if radius is not None:
         return SecondMomentClippedPytree(gradient, projection_radius=radius)

@@ -54,9 +54,7 @@ def per_example_rule(
             name = getattr(func, "__name__", "an operation")
             if any(tape.is_data(value) for value in kwargs.values()):
                 raise NoRule
-            values = [
-                _one_row(arg) if tape.is_data(arg) else tape.value(arg) for arg in args
-            ]
+            values = [_one_row(arg) if tape.is_data(arg) else tape.value(arg) for arg in args]
             output = func(*values, **kwargs)
 
             def of(index: int) -> Callable[[Tensor], Gradients]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping import _checks as _checks
 from opake_lightning.dpsgd.clipping import _reads as _reads
 from opake_lightning.dpsgd.clipping import _rules as _rules
-from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Alike, Dense, Gradients, Pulled, total
 from opake_lightning.dpsgd.clipping._tape import (
@@ -233,7 +233,10 @@ def _backward(
     inputs = [*tape.leaves, *copies, *[w for _, w in wide], *tape.tracked, *tape.anchors.values()]
     # On one thread: hooks look at the tape.
     with torch.autograd.set_multithreading_enabled(False):
-        found = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+        found = cast(
+            "Sequence[Tensor | None]",
+            torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True),
+        )
     if tape.stale:
         # Its input was changed in place afterwards: autograd knows whether that matters.
         raise Retry(Caution.NO_RULES)
@@ -288,7 +291,7 @@ def _of_leaf(inner: Gradients, param: Computed, leaf: Tensor) -> Gradients:
     return Pulled(inner, param.tensor, leaf, isometric=param.isometric)
 
 
-# -- one example at a time --------------------------------------------------------------------------
+# -- one example at a time -------------------------------------------------------------------------
 
 
 class _Watch(TorchFunctionMode):
@@ -305,7 +308,11 @@ class _Watch(TorchFunctionMode):
         return self.refusal
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         check = CHECKS.get(func)
         if check is not None and check.__module__ == _checks.__name__:
@@ -351,5 +358,3 @@ def run_alone(
     values, spec = optree.tree_flatten(aux)
     aux = optree.tree_unflatten(spec, [_row(value).detach().unsqueeze(0) for value in values])
     return Pass(list(gradients), aux, 1, 0, bool(loss.requires_grad))
-
-

@@ -1,4 +1,4 @@
-"""Python values that a loss asks of the batch: one answer for all examples, or the batch is split."""
+"""Python values that a loss asks of the batch: one answer for all, or the batch is split."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opake_lightning import _functorch
-from opake_lightning.dpsgd.clipping._tape import CHECKS, Split, Tape, place_of
 from opake_lightning._functorch import outside
+from opake_lightning.dpsgd.clipping._tape import CHECKS, Split, Tape, place_of
 
 __all__: list[str] = []
 
@@ -35,9 +35,11 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             # Bit for bit, but for NaN, which is one value whatever its bits.
             same = values.nan_to_num(nan=math.inf) if values.is_floating_point() else values
             flat = same.reshape(tape.size, -1).cpu()
-            keys = [row.tobytes() for row in flat.float().numpy()] if (
-                flat.dtype == torch.bfloat16
-            ) else [row.tobytes() for row in flat.numpy()]
+            keys = (
+                [row.tobytes() for row in flat.float().numpy()]
+                if (flat.dtype == torch.bfloat16)
+                else [row.tobytes() for row in flat.numpy()]
+            )
         if any(key != keys[0] for key in keys):
             raise Split(keys, place, by_chance=tape.read_by_chance)
         # A copy, as an array may share the memory of the rows.
@@ -111,11 +113,14 @@ def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         ends = [_with_numbers(tape, part) for part in cast("tuple[Any, ...]", parts)]
         with tape:
             return func(target, tuple(ends), *value)
-    mask = isinstance(index, Tensor) and index.dtype == torch.bool and tape.any_batched([index])
-    if not mask or not value or (isinstance(value[0], Tensor) and value[0].dim()):
+    if not value or (isinstance(value[0], Tensor) and value[0].dim()):
+        return NotImplemented
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or not tape.any_batched([index]):
         return NotImplemented
     with tape:
-        target.masked_fill_(index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value[0])
+        target.masked_fill_(
+            index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value[0]
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""A tape inside of vmap: which operations a loss uses its parameters in, with what, and what comes out.
+"""A tape inside of vmap: which operations a loss uses its parameters in, and with what.
 
 The loss is called on a batch of one row, under ``torch.func.vmap`` over rows. So a tensor of one
 example cannot meet one of another, whatever the loss does: that is not checked, it is how it runs.
@@ -9,8 +9,8 @@ gradient of the output. Where there is no rule, that one use gets an expanded vi
 for each example, and autograd finds the gradients.
 
 Tensors come in three kinds. *Batched* ones have a row for each example. *Parameters* are leaves and
-whatever is computed of leaves and constants alone, such as a slice, a transpose, or a weight that an
-adapter was added to. All others are *constants*, the same for all examples.
+whatever is computed of leaves and constants alone, such as a slice, a transpose, or a weight that
+an adapter was added to. All others are *constants*, the same for all examples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from opake_lightning import _functorch
-from opake_lightning.dpsgd.clipping._fence import Fence
+from opake_lightning._functorch import outside
+from opake_lightning.dpsgd.clipping._fence import Fence, memory_of
 from opake_lightning.dpsgd.clipping._functions import (
     INDEXING,
     RANDOM,
@@ -38,10 +39,20 @@ from opake_lightning.dpsgd.clipping._functions import (
     writes,
 )
 from opake_lightning.dpsgd.clipping._gradients import Gradients, Outer, Places
-from opake_lightning._functorch import outside
 from opake_lightning.errors import PrivacyError
 
-__all__ = ["Caution", "Computed", "Draws", "NoRule", "Retry", "Split", "Tape", "Use", "WritesToBatch", "rule_for"]
+__all__ = [
+    "Caution",
+    "Computed",
+    "Draws",
+    "NoRule",
+    "Retry",
+    "Split",
+    "Tape",
+    "Use",
+    "WritesToBatch",
+    "rule_for",
+]
 
 Rule = Callable[..., Any]
 # From torch function to rule, and to what looks at a call before anything else does.
@@ -56,7 +67,7 @@ ROW_WISE: set[Any] = set()
 
 
 def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
-    """Make the decorated function the rule of ``funcs``; with ``row_wise`` also without parameters."""
+    """Make the decorated function the rule of ``funcs``; ``row_wise``: also without parameters."""
 
     def decorate(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(funcs, rule))
@@ -191,7 +202,7 @@ class Tape(TorchFunctionMode):
         batch: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.batch = {t.untyped_storage().data_ptr() for t in batch if t.numel()}
+        self.batch = {memory_of(t) for t in batch if t.numel()}
         self.leaves, self.size, self.fence = list(leaves), size, fence
         self.caution, self._draws, self._wide = caution, draws, wide
         self.uses: list[Use | None] = []
@@ -461,7 +472,7 @@ class Tape(TorchFunctionMode):
         use, self.uses[index] = self.uses[index], None
         if self.found is None or use is None:
             return
-        if any([value._version != version for value, version in use.inputs]):
+        if any(value._version != version for value, version in use.inputs):
             self.stale = use.name
             return
         self.found(use, gradient.detach())
@@ -566,7 +577,7 @@ class Tape(TorchFunctionMode):
         for tensor in targets:
             inner = _functorch.physical_of(tensor, self.level)
             if inner is not None:
-                if inner.untyped_storage().data_ptr() in self.batch:
+                if memory_of(inner) in self.batch:
                     raise WritesToBatch
                 continue
             if id(tensor) in self.known and tensor.is_leaf:
@@ -596,16 +607,21 @@ class Tape(TorchFunctionMode):
         return self.refusal
 
     def _own_memory(self, out: Any, args: tuple[Any, ...]) -> Any:
-        """With caution: a constant that was made just now, as memory that each example may write to."""
+        """With caution: a constant that was made just now, in memory of each example's own."""
         if not isinstance(out, Tensor) or out.requires_grad or id(out) in self.known:
             return out
-        if _functorch.physical_of(out, self.level) is not None or _functorch.level_now() != self.level:
+        if (
+            _functorch.physical_of(out, self.level) is not None
+            or _functorch.level_now() != self.level
+        ):
             return out
-        where = out.untyped_storage().data_ptr()
-        if any(a.untyped_storage().data_ptr() == where for a in _tensors(args)) and out.numel():
-            return out
+        where = memory_of(out)
+        if where and any(memory_of(a) == where for a in _tensors(args)):
+            return out  # a view, which is written to with its base
         with outside():
-            return _functorch.add_batch_dim(out.expand(self.size, *out.shape).clone(), 0, self.level)
+            return _functorch.add_batch_dim(
+                out.expand(self.size, *out.shape).clone(), 0, self.level
+            )
 
     # -- random numbers ---------------------------------------------------------------------------
 
@@ -628,7 +644,7 @@ class Tape(TorchFunctionMode):
             return room.index_copy(0, rows.to(inner.device), inner)
 
         with outside():
-            leaves, treespec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+            leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)), none_is_leaf=True)
             spreads = [spread(leaf) for leaf in leaves]
             places = [i for i, (a, b) in enumerate(zip(leaves, spreads, strict=True)) if a is not b]
 
@@ -640,7 +656,9 @@ class Tape(TorchFunctionMode):
                 return func(*args, **kwargs)
 
             number = torch.arange(whole)
-            each = torch.func.vmap(one, randomness="different")(number, *[spreads[i] for i in places])
+            each = torch.func.vmap(one, randomness="different")(
+                number, *[spreads[i] for i in places]
+            )
             out = self.wrapped(each[rows.to(each.device)])
         return args[0].copy_(out) if writes(func) else out
 
@@ -666,12 +684,12 @@ class _Tap(torch.autograd.Function):
 
 def place_of(func: Any) -> str:
     """A function, and the line of the user's code that called it."""
-    frame = sys._getframe(1)
+    frame: Any = cast("Any", sys)._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("torch", "opake_lightning", "optree", "contextlib"):
             return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = cast("Any", frame.f_back)
+        frame = frame.f_back
     return name_of(func)
 
 

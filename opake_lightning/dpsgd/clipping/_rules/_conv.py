@@ -146,7 +146,7 @@ class _Convolution(Gradients):
         return (weights * shifted).flatten(1).sum(1).clamp_(min=0)
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
-        """Add the weighted sum to ``out``, a few examples at a time by an ordinary weight gradient."""
+        """Add the weighted sum to ``out``, a few examples at a time."""
         column = factors.to(self.gradient.dtype).repeat_interleave(self._per)
         step = _FEW * self._per
         for start in range(0, len(self.input), step):

@@ -28,7 +28,7 @@ def _affine(
     *,
     last: int,
 ) -> Tensor:
-    """Y = w x̂ + b, with w and b over the last ``last`` dimensions, or the second of a batch if 0."""
+    """Y = w x̂ + b, w and b over the last ``last`` dimensions, or the second of a batch if 0."""
 
     def reduced(values: Tensor) -> Gradients:
         if last:
@@ -107,7 +107,8 @@ def _group_norm(
     _check(tape, input, weight, bias)
     if input.dim() < 3:
         raise NoRule
-    x = input.flatten(0, 1)
+    # Under autocast a narrow input meets wide weights, which the kernel does not take.
+    x = input.flatten(0, 1).to(input.dtype if weight is None else weight.dtype)
     n, channels, places = x.shape[0], x.shape[1], x.shape[2:].numel()
     if channels % num_groups or not places:
         raise NoRule
@@ -183,6 +184,7 @@ def _by_statistics(
     x, both = input.flatten(0, 1), input.shape[:2]
     output = func(x, tape.value(weight), tape.value(bias), *stats).unflatten(0, both)
     return _affine(
-        tape, func.__name__, output, lambda: func(x.detach(), None, None, *stats).unflatten(0, both),
+        tape, func.__name__, output,
+        lambda: func(x.detach(), None, None, *stats).unflatten(0, both),
         weight, bias, input, last=0,
     )  # fmt: skip

@@ -29,7 +29,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @dataclass(slots=True)
 class _Cell:
-    """One layer in one direction: its weights, and what its backward pass needs. Time comes first."""
+    """One layer in one direction: weights, and what its backward pass needs. Time comes first."""
 
     kind: Kind
     w: Tensor
@@ -110,6 +110,11 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, h: Tensor, c: Tensor, p: Tensor | None, cell: _Cell) -> Any:
         """Outputs [T, N, H], and the last states."""
+        with torch.autocast(g.device.type, enabled=False):
+            return _Unrolled._forward(ctx, g, h, c, p, cell)
+
+    @staticmethod
+    def _forward(ctx: Any, g: Tensor, h: Tensor, c: Tensor, p: Tensor | None, cell: _Cell) -> Any:
         outs: list[Tensor] = []
         steps = g.unbind()
         addends = [None] * len(steps) if p is None else p.unbind()
@@ -136,9 +141,7 @@ class _Unrolled(torch.autograd.Function):
             on = None if cell.mask is None else cell.mask[t]
             here, cells = (dh, dc) if on is None else (dh * on, dc * on)
             d, before, before_c = cell.back(t, here, cells)
-            dh, dc = (
-                (before, before_c) if on is None else (before + dh * ~on, before_c + dc * ~on)
-            )
+            dh, dc = (before, before_c) if on is None else (before + dh * ~on, before_c + dc * ~on)
             found.append(d)
             projected.append(here)
         dp = torch.stack(projected[::-1]) if ctx.projected else None
@@ -203,9 +206,11 @@ def _layer(
     g = tape.record(kind, functional.linear(x, tape.value(w_in), shift), uses, x)
     addend = None
     if w_out is not None:
-        addend = x.new_zeros(*x.shape[:2], w_out.shape[0])
+        addend = x.new_zeros(*x.shape[:2], w_out.shape[0], dtype=cell.w.dtype)
         addend = tape.record("projection", addend, [(w_out, of_projection)])
-    return cast("Any", _Unrolled.apply(g, *state, addend, cell))
+    # Time steps are in the type of the weights, whatever autocast says of products.
+    wide = [value.to(cell.w.dtype) for value in (g, *state)]
+    return cast("Any", _Unrolled.apply(*wide, addend, cell))
 
 
 def _stacked(
@@ -276,9 +281,7 @@ def _recurrent(tape: Tape, func: Any, *args: Any) -> Any:
         raise NoRule
     given = hx if isinstance(hx, (tuple, list)) else (hx, hx)
     states = [tape.own(state).transpose(0, 1).flatten(1, 2) for state in given]
-    out, *last = _stacked(
-        tape, kind, x, (states[0], states[1]), weights, lengths, tuple(options)
-    )
+    out, *last = _stacked(tape, kind, x, (states[0], states[1]), weights, lengths, tuple(options))
     out = out.transpose(0, 1).unflatten(0, lead)
     if not packed and not args[-1]:
         out = out.transpose(1, 2)
@@ -290,7 +293,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     rule_for(_function, row_wise=True)(_recurrent)
 
 
-# -- single cells -------------------------------------------------------------------------------------
+# -- single cells ----------------------------------------------------------------------------------
 
 
 def _cell(func: Any, x: Tensor, hx: Any, w_in: Tensor, w: Tensor, b_in: Any, b: Any) -> Any:
@@ -313,7 +316,7 @@ for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rn
     BODIES[_function] = partial(_cell, _function)
 
 
-# -- packing: nothing is packed, but it is known how long each sequence is ---------------------------
+# -- packing: nothing is packed, but it is known how long each sequence is -------------------------
 
 
 def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,5 +351,5 @@ def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return rows.unsqueeze(0 if batch_first else 1), wrapped.unsqueeze(0)
 
 
-CHECKS[torch._pack_padded_sequence] = _pack
-CHECKS[torch._pad_packed_sequence] = _unpack
+CHECKS[cast("Any", torch)._pack_padded_sequence] = _pack
+CHECKS[cast("Any", torch)._pad_packed_sequence] = _unpack

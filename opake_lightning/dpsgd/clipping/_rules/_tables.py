@@ -45,7 +45,9 @@ def _torch_embedding(
     return _looked_up(tape, "embedding", output, indices, weight, padding)
 
 
-def _of_copies(input: Tensor, weight: Tensor, padding_idx: Any = None, *rest: Any, **more: Any) -> Any:
+def _of_copies(
+    input: Tensor, weight: Tensor, padding_idx: Any = None, *rest: Any, **more: Any
+) -> Any:
     """Row lookup in a table of each example's own.
 
     Under vmap torch lays such tables behind each other, but takes ``padding_idx`` for a row of the
