@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 from opake_lightning.dpsgd.clipping import clipped_grad
 from tests.helpers import distance, example_gradients, looped, norm_of, trainable
@@ -30,15 +29,6 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def _module(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Case:
-    module = module.to(dtype)
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(module, params, (x,)).flatten(1).square().mean(1)
-
-    return Case(loss_fn, trainable(module), lambda n: torch.randn(n, *shape, dtype=dtype))
-
-
 def _mlp(dtype: torch.dtype) -> Case:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
@@ -51,18 +41,6 @@ def _mlp(dtype: torch.dtype) -> Case:
         trainable(net),
         lambda n: (torch.randn(n, 6, dtype=dtype), torch.randint(0, 3, (n,))),
     )
-
-
-def _conv(dtype: torch.dtype) -> Case:
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3, stride=2, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(4, 4, (3, 2), dilation=2, padding=2, groups=2, padding_mode="circular"),
-        nn.ConvTranspose2d(4, 2, 3, stride=2),
-        nn.MaxPool2d(2),
-    )
-    return _module(net, (2, 9, 9), dtype)
 
 
 class _Transformer(nn.Module):
@@ -103,44 +81,15 @@ def _transformer(dtype: torch.dtype) -> Case:
     return Case(loss_fn, trainable(net), batch)
 
 
-def _tied(dtype: torch.dtype) -> Case:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(6, 4)
-            self.out = nn.Linear(4, 6, bias=False)
-            self.out.weight = self.embed.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.out(self.embed(ids))
-
-    case = _module(Tied(), (3,), dtype)
-    assert len(case.params) == 1
-    return case._replace(batch=lambda n: torch.randint(0, 6, (n, 3)))
-
-
-def _frozen(dtype: torch.dtype) -> Case:
-    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
-    net[0].weight.requires_grad_(requires_grad=False)
-    case = _module(net, (6,), dtype)
-    assert set(case.params) == {"0.bias", "2.weight", "2.bias"}
-    return case
-
-
-def _untouched(dtype: torch.dtype) -> Case:
-    params = {"used": torch.randn(3, dtype=dtype), "unused": torch.randn(4, dtype=dtype)}
-    return Case(
-        lambda p, x: (x @ p["used"]).square(), params, lambda n: torch.randn(n, 3, dtype=dtype)
-    )
-
-
 def _several_passes(dtype: torch.dtype) -> Case:
     net = nn.Linear(4, 4).to(dtype)
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         (first, second), third = batch.x, batch.y
-        out = [torch.func.functional_call(net, params, (x,)) for x in (first, second, third)]
-        return F.triplet_margin_loss(*out, margin=9.0, reduction="none")
+        anchor, near, far = (
+            torch.func.functional_call(net, params, (x,)) for x in (first, second, third)
+        )
+        return (9.0 + (anchor - near).norm(dim=1) - (anchor - far).norm(dim=1)).relu()
 
     def batch(n: int) -> Pair:
         x = torch.randn(3, n, 4, dtype=dtype)
@@ -149,41 +98,12 @@ def _several_passes(dtype: torch.dtype) -> Case:
     return Case(loss_fn, trainable(net), batch)
 
 
-class _Raw(nn.Module):
-    """A parameter that belongs to no known layer, and one behind a parametrization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(()))
-        self.normed = parametrizations.weight_norm(nn.Linear(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.normed(x)
-
-
-def _bag(dtype: torch.dtype) -> Case:
-    case = _module(nn.EmbeddingBag(6, 4, mode="mean"), (3,), dtype)
-    return case._replace(batch=lambda n: torch.randint(0, 6, (n, 3)))
-
-
-CASES = {
-    "mlp": _mlp,
-    "conv": _conv,
-    "transformer": _transformer,
-    "tied": _tied,
-    "frozen": _frozen,
-    "untouched": _untouched,
-    "several-passes": _several_passes,
-    "raw-and-parametrized": lambda dtype: _module(_Raw(), (4,), dtype),
-    "conv1d": lambda dtype: _module(nn.Conv1d(4, 8, 3, stride=2, groups=4), (4, 9), dtype),
-    "embedding-bag": _bag,
-}
+CASES = {"mlp": _mlp, "transformer": _transformer, "several-passes": _several_passes}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.filterwarnings("ignore:There is a performance drop.*embedding_bag:UserWarning")
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_the_sum_is_that_of_a_loop_over_examples(make, dtype):
+def test_the_sums_of_several_batches_are_those_of_a_loop_over_examples(make, dtype):
     case = make(dtype)
     batches = [case.batch(n) for n in SIZES]
     # A bound between the norms, so that some examples are clipped and some are not.
@@ -198,11 +118,17 @@ def test_the_sum_is_that_of_a_loop_over_examples(make, dtype):
     assert state.nonfinite_examples == 0
 
 
-def test_a_parameter_that_the_loss_never_touches_has_a_zero_gradient():
-    case = _untouched(torch.float32)
-    grad_fn, state = clipped_grad(case.loss_fn, clipping_norm=1.0)
-    grads, _ = grad_fn(case.params, case.batch(3), state=state)
-    assert torch.equal(grads.pytree["unused"], torch.zeros(4))
+def test_a_parameter_that_the_loss_never_touches_is_named_once_and_has_a_zero_gradient():
+    params = {"used": torch.randn(3), "unused": torch.randn(4), "empty": torch.randn(0)}
+    grad_fn, state = clipped_grad(
+        lambda p, x: (x @ p["used"]).square() + p["empty"].sum(), clipping_norm=1.0
+    )
+    _, state = grad_fn(params, None, state=state)  # says nothing: there is nothing to see yet
+    x = torch.randn(3, 3)
+    with pytest.warns(UserWarning, match="no example's loss has a gradient for unused:"):
+        grads, state = grad_fn(params, x, state=state)
+    assert grads.pytree["unused"].tolist() == [0.0] * 4
+    grad_fn(params, x, state=state)  # says nothing more
 
 
 # -- hand-worked numbers ------------------------------------------------------------------------
@@ -225,7 +151,9 @@ def test_two_examples_by_hand(bound, expected, want):
     )
     batch = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.ones(2)
     grads, _ = grad_fn(torch.zeros(2), batch, state=state)
-    torch.testing.assert_close(grads.pytree, torch.tensor(want), rtol=1e-6, atol=0)
+    want = torch.tensor(want, dtype=torch.float64)
+    torch.testing.assert_close(grads.pytree, want, rtol=1e-6, atol=0)
+    assert grads.dtypes == (torch.float32,)  # what it is rounded to, once it has its noise
     assert grads.sensitivity == bound / (expected or 1)
 
 

@@ -234,8 +234,7 @@ def test_a_huge_part_is_clipped_and_leaves_the_other_part_alone(dtype):
     grad_fn, state = clipped_grad(linear, clipping_norm=TWO)
     rows = torch.tensor([[3e37, 4e37, 0.25], [0.5, 0.0, -2e38]], dtype=dtype)
     grads, _ = grad_fn(zeros(dtype), rows, state=state)
-    expected = {"a": torch.tensor([1.8 + 0.5, 2.4], dtype=dtype), "b": torch.tensor(-3.75)}
-    torch.testing.assert_close(grads.pytree["a"], expected["a"])
+    torch.testing.assert_close(grads.pytree["a"], torch.tensor([1.8 + 0.5, 2.4]).double())
     assert float(grads.pytree["b"]) == pytest.approx(-3.75)
 
 
