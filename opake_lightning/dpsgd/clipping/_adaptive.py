@@ -179,8 +179,8 @@ class Adaptive(Rule):
                     f"the adaptive clipping norm has fallen from {first:g} to {new:g}: by the "
                     "noisy counts most gradients are smaller still, as where the loss is constant "
                     "or its "
-                    "gradients are zero. Noise shrinks with it, and so does every later gradient; "
-                    "look at the loss, or take a fixed clipping_norm",
+                    "gradients are zero. Noise shrinks with it, and so do later gradients; look at "
+                    "the loss, or take a fixed clipping_norm",
                     stacklevel=2,
                 )
 

@@ -80,6 +80,9 @@ class Engine:
             raise
         fence.finish()
         before.go_on()
+        if batch.ran_alone:
+            # Not within the step: a list that catches warnings is a place that the fence looks at.
+            self.say(batch.ran_alone)
         if request.examples.size and not self._looked_for_unused:
             self._looked_for_unused = True
             batch.warn_of_unused()
@@ -140,6 +143,7 @@ class _Batch:
         self._aux: list[Aux] = []
         self._used = [False] * len(request.params)
         self._has_gradient = False
+        self.ran_alone = ""  # why the last rows that did ran alone
         self._names = request.names()
 
     def run(self, size: int) -> int:
@@ -244,7 +248,7 @@ class _Batch:
                         self._request.loss, self._request.params, row, self._fence, ambient
                     )
                 # Not before: what fails here as well is the loss's own mistake, and says so itself.
-                self._engine.say(why)
+                self.ran_alone = why
                 yield torch.tensor([i]), alone
 
     def _with_caution(self, rows: Rows, part: _Part, start: _Random) -> Pass:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import resolve_name
 
-__all__ = ["INDEXING", "RANDOM", "VIEWS", "body_of", "is_basic", "name_of", "writes"]
+__all__ = ["INDEXING", "IN_FLOAT32", "RANDOM", "VIEWS", "body_of", "is_basic", "name_of", "writes"]
 
 _bodies: dict[Any, Any] = {}
 _writers: dict[Any, bool] = {}
@@ -103,6 +103,21 @@ RANDOM = {
     )
     for name in names
     if hasattr(owner, name)
+}  # fmt: skip
+
+
+# What autocast runs in float32; within vmap it does not.
+_WIDE_LOSSES = (
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
+    "cross_entropy", "ctc_loss", "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss",
+    "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss",
+    "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss",
+    "soft_margin_loss", "triplet_margin_loss", "grid_sample", "pdist",
+)  # fmt: skip
+IN_FLOAT32 = {
+    *[getattr(functional, name) for name in _WIDE_LOSSES if hasattr(functional, name)],
+    torch.cdist, torch.trace, Tensor.trace, torch.prod, Tensor.prod, torch.linalg.svdvals,
+    torch.linalg.norm, torch.linalg.svd, torch.linalg.cholesky, torch.linalg.inv,
 }  # fmt: skip
 
 

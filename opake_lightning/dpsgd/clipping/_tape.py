@@ -30,6 +30,7 @@ from opake_lightning import _functorch
 from opake_lightning._functorch import outside
 from opake_lightning.dpsgd.clipping._fence import Fence, memory_of
 from opake_lightning.dpsgd.clipping._functions import (
+    IN_FLOAT32,
     INDEXING,
     RANDOM,
     VIEWS,
@@ -229,6 +230,8 @@ class Tape(TorchFunctionMode):
         """Start to watch."""
         if not self.level and _functorch.has_private_names():
             self.level = _functorch.level_now()
+        kind = self.leaves[0].device.type if self.leaves else "cpu"
+        self._narrow = torch.is_autocast_enabled(kind)
         return super().__enter__()
 
     # -- the mode -------------------------------------------------------------------------------
@@ -298,6 +301,8 @@ class Tape(TorchFunctionMode):
         return self._own_memory(out, args) if self.caution else out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._narrow and func in IN_FLOAT32:
+            args, kwargs = _in_float32(args), _in_float32(kwargs)
         body = body_of(func)
         if body is None:
             return func(*args, **kwargs)
@@ -680,6 +685,17 @@ class _Tap(torch.autograd.Function):
         """Hand over the gradient."""
         ctx.tape._arrived(ctx.index, gradients[0])
         return gradients[0], None, None, None
+
+
+def _in_float32(value: Any) -> Any:
+    """What autocast makes of the arguments of a function that runs in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, (tuple, list)):
+        return type(value)([_in_float32(item) for item in cast("Iterable[Any]", value)])
+    if isinstance(value, dict):
+        return {k: _in_float32(item) for k, item in cast("dict[Any, Any]", value).items()}
+    return value
 
 
 def place_of(func: Any) -> str:

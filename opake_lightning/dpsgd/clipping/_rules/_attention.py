@@ -1,4 +1,4 @@
-"""Attention without parameters: outside of vmap it is one fused kernel."""
+"""Attention and pooling, which have no parameters: outside of vmap they are one fast kernel."""
 
 from __future__ import annotations
 
@@ -43,3 +43,18 @@ def _mask(mask: Tensor, shape: torch.Size) -> Tensor:
     lead = mask.shape[1:-2]
     mask = mask.reshape(len(mask), *[1] * (len(shape) - 1 - len(lead)), *lead, *mask.shape[-2:])
     return mask.expand(*shape[:-1], *mask.shape[-3:]).flatten(0, -4) if len(shape) > 2 else mask
+
+
+_POOLING = {
+    torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3, functional.avg_pool1d: 1,
+    functional.avg_pool2d: 2, functional.avg_pool3d: 3, torch.adaptive_avg_pool1d: 1,
+    functional.adaptive_avg_pool2d: 2, functional.adaptive_avg_pool3d: 3,
+}  # fmt: skip
+
+
+@rule_for(*_POOLING, row_wise=True)
+def _pooling(tape: Tape, func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Each channel by itself, so the images of all examples are one batch."""
+    if not tape.is_data(input) or input.dim() != _POOLING[func] + 3:
+        raise NoRule
+    return func(input.flatten(0, 1), *args, **options).unflatten(0, input.shape[:2])
