@@ -165,6 +165,14 @@ def test_a_schedule_that_comes_to_zero_is_refused_if_the_run_gets_there():
     to_zero.check(PARAMS)
 
 
+@pytest.mark.parametrize("bad", range(9))
+def test_a_schedule_without_a_norm_at_any_step_of_the_run_is_refused_before_it_begins(bad):
+    values = [1.0] * 9
+    values[bad] = math.nan
+    with pytest.raises(ValueError, match=f"clipping_norm at step {bad} must be a finite number"):
+        resolve(values.__getitem__).check(PARAMS, 9)
+
+
 def test_a_schedule_may_end_where_the_run_does():
     resolve([1.0, 0.5, 0.25].__getitem__, planned_steps=None).fingerprint()
 

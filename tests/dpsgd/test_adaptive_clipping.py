@@ -220,6 +220,7 @@ def test_every_group_finds_its_own_quantile():
     assert grads.sensitivity == pytest.approx(math.hypot(*grads.report.bounds) / 200)
 
 
+@pytest.mark.filterwarnings("ignore:the adaptive clipping norm has fallen:UserWarning")
 def test_the_norm_stays_where_float32_can_hold_it_and_its_square():
     for target, end in ((0.001, 1e-14), (0.999, 1e14)):
         grad_fn, state = quiet(target_quantile=target, learning_rate=1e4)
@@ -234,6 +235,37 @@ def test_the_norm_over_all_groups_stays_there_too():
     with pytest.raises(ValueError, match=r"must be between 1e-14 and 5e\+13"):
         adaptive(per_group(four))
     assert adaptive(per_group(dict.fromkeys("abcd", 4.9e13)))
+
+
+def test_a_norm_that_falls_as_all_gradients_are_zero_is_said_once():
+    # All four are within the norm, half of them are asked for: a factor of exp(-10 / 2) a step.
+    grad_fn, state = quiet(clipping_norm=3.0, learning_rate=10.0)
+    zeros = torch.zeros(4, 2, dtype=torch.float64)
+    for _ in range(2):  # to 1.4e-4
+        _, state = grad_fn(ZERO, zeros, state=state)
+    message = r"has fallen from 3 to 9\.17707e-07: .* its gradients are zero.* look at the loss"
+    with pytest.warns(UserWarning, match=message):
+        _, state = grad_fn(ZERO, zeros, state=state)
+    for batch in (zeros, None):
+        _, state = grad_fn(ZERO, batch, state=state)
+    assert state.clipping_norm < 1e-8
+
+
+def test_a_group_whose_norm_falls_is_said_beside_one_that_stays():
+    grad_fn, state = adaptive_clipped_grad(
+        lambda params, x: x * params[0] + 0 * x * params[1],
+        clipping_norm=per_group({"0": 1.0, "1": 2.0}),
+        expected_batch_size=2,
+        key=key(7),
+        count_noise_stddev=0.0,
+        learning_rate=30.0,
+    )
+    params = [torch.zeros((), dtype=torch.float64)] * 2
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"has fallen from 2 to 6\.1") as said:
+        _, state = grad_fn(params, x, state=state)
+    assert len(said) == 1
+    assert state.clipping_norms == pytest.approx((1.0, 2 * math.exp(-15)))
 
 
 # -- the noise of the counts --------------------------------------------------------------------
