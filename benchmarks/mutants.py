@@ -2,16 +2,20 @@
 
     OMP_NUM_THREADS=1 python benchmarks/mutants.py               # all of mutants.json, in a copy
     OMP_NUM_THREADS=1 python benchmarks/mutants.py noise _run    # those of files with such names
+    python benchmarks/mutants.py --check                         # only whether all can be tried
 
 ``mutants.json`` has, for each file, the tests that guard it, and mutants: text that is in the file
 once, what takes its place, and, if need be, ``tests`` of its own, such as those of several ranks,
-and, of one that changes no guarantee, ``why``. Prints all of them as they are tried, writes the
-table's rows in ``docs/threat-model.md``, and fails if one has survived without a reason. Each is
-tried in a fork of a process that has the large imports done; tests that killed one before go first.
+and, of one that changes no guarantee, ``why``. Tests are files, or tests in them, as pytest takes
+them; all must pass on what is right, or a mutant could seem noticed that is not. Prints all mutants
+as they are tried, writes the table's rows in ``docs/threat-model.md``, and fails if one has survived
+without a reason. Each is tried in a fork of a process that has the large imports done; tests that
+killed one before go first.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -46,6 +50,7 @@ PRELOADED = [
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
 SLOW_TOO = ["-m", "not gpu"]
 TIMEOUT = 240  # a mutant that hangs is one that was noticed
+LONG_TIMEOUT = 3600  # of all tests that any mutant of a file has, on what is right
 
 
 class Trial:
@@ -60,8 +65,10 @@ class Trial:
             else:
                 shutil.copy(source, target)
 
-    def failure(self, tests: list[str]) -> str | None:
+    def failure(self, tests: list[str], timeout: float = TIMEOUT) -> str | None:
         """The first of ``tests`` that fails, "" if that cannot be told; None if all pass."""
+        if not tests:  # pytest would run all there are
+            return None
         self._failed.write_text("")
         child = os.fork()
         if not child:
@@ -71,7 +78,7 @@ class Trial:
             finally:  # the folder is the parent's
                 traceback.print_exc()
                 os._exit(2)
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + timeout
         try:
             while time.monotonic() < deadline:
                 done, status = os.waitpid(child, os.WNOHANG)
@@ -111,8 +118,10 @@ def try_file(
     """Try all mutants of a file; which of them have survived."""
     path = trial.copy / "opake_lightning" / file
     right = path.read_text()
-    if trial.failure(tests) is not None:
-        raise RuntimeError(f"{file}: a test fails on what is right\n{trial.log.read_text()}")
+    own = dict.fromkeys(name for mutant in mutants for name in mutant.get("tests", ()))
+    for found in (tests, [*SLOW_TOO, *under_tests([*own])] if own else []):
+        if trial.failure(found, LONG_TIMEOUT) is not None:
+            raise RuntimeError(f"{file}: a test fails on what is right\n{trial.log.read_text()}")
     killers: list[str] = []
     survived: list[bool] = []
     for mutant in mutants:
@@ -149,17 +158,38 @@ def write(rows: dict[str, str], order: list[str]) -> None:
     PAGE.write_text("".join([head, BEGIN, "\n".join(["", "", *lines, "", ""]), END, tail]))
 
 
-def main(names: list[str]) -> int:
-    """Try the mutants of the files that are named; how many survived, and nobody knows why."""
-    for module in PRELOADED:
-        __import__(module)
-    suite: dict[str, Any] = json.loads((ROOT / "benchmarks/mutants.json").read_text())
-    parts = {f: p for f, p in suite.items() if not names or any(name in f for name in names)}
+def check(parts: dict[str, Any]) -> None:
+    """See that each mutant is one change, and that the files of its tests are there."""
     for file, part in parts.items():
         text = (ROOT / "opake_lightning" / file).read_text()
         for mutant in part["mutants"]:
             if text.count(mutant["old"]) != 1:
                 raise ValueError(f"{file}: {text.count(mutant['old'])} times {mutant['old']!r}")
+            if mutant["old"] == mutant["new"]:
+                raise ValueError(f"{file}: {mutant['old']!r} is left as it is")
+            for name in mutant.get("tests", part["tests"]):
+                if not (ROOT / "tests" / name.split("::")[0]).exists():
+                    raise ValueError(f"{file}: there is no tests/{name}")
+
+
+def main() -> int:
+    """Try the mutants of the files that are named; how many survived, and nobody knows why."""
+    description, rest = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="parts of names of files; all if left out")
+    parser.add_argument("--check", action="store_true", help="try none")
+    options = parser.parse_args()
+    names: list[str] = options.names
+    suite: dict[str, Any] = json.loads((ROOT / "benchmarks/mutants.json").read_text())
+    parts = {f: p for f, p in suite.items() if not names or any(name in f for name in names)}
+    check(parts)
+    if options.check:
+        print(f"{sum(len(part['mutants']) for part in parts.values())} of {len(parts)} files")
+        return 0
+    for module in PRELOADED:
+        __import__(module)
     unexplained = 0
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
@@ -175,4 +205,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) and 1)
+    sys.exit(main() and 1)

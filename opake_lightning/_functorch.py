@@ -1,8 +1,8 @@
 """What the tape needs of torch's private names, in one place.
 
-Where a version of torch lacks them, no tensor can be seen from inside ``torch.func.vmap``: then every
-use of a parameter is one without a rule, and what asks for a value of the batch runs one example
-at a time. That is slower and as exact.
+Where a version of torch lacks them, no tensor can be seen from inside ``torch.func.vmap``: then
+every use of a parameter is one without a rule, and what asks for a value of the batch runs one
+example at a time. That is slower and as exact.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
     "unwrapped",
 ]
 
-_C: Any = None
+_C: Any = None  # pyright: ignore[reportConstantRedefinition]
 _checkpoint: Any = torch.utils.checkpoint
 try:
     import torch._C._functorch as _functorch
 
-    _C = cast("Any", _functorch)
+    _C = cast("Any", _functorch)  # pyright: ignore[reportConstantRedefinition]
     add_batch_dim: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
     unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
     level_now: Callable[[], int] = _C.maybe_current_level
@@ -45,7 +45,8 @@ try:
     _pop: Callable[[], Any] = _C.pop_dynamic_layer_stack
     _push: Callable[[Any], Any] = _C.push_dynamic_layer_stack
 except (ImportError, AttributeError):
-    _C = add_batch_dim = unwrapped = level_now = None  # type: ignore[assignment]
+    _C = None  # pyright: ignore[reportConstantRedefinition]
+    add_batch_dim = unwrapped = level_now = cast("Any", None)
 
 
 def has_private_names() -> bool:
@@ -82,7 +83,7 @@ def batch_dim_of(value: Tensor) -> int:
 
 
 class outside:  # noqa: N801 - used like a function
-    """Leave all function transforms for a while; a class, as a generator takes four times as long."""
+    """Leave all function transforms for a while; a class, as a generator takes longer."""
 
     __slots__ = ("_saved",)
 

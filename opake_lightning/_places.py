@@ -47,16 +47,16 @@ _ATOMS = {
 # Objects and classes of these are no place where a loss leaves things, and lead to all there is.
 _FOREIGN = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "opake_lightning", "numpy",
-    "builtins", "typing", "abc", "enum", "functools", "weakref", "logging", "threading", "hypothesis",
-    "_pytest", "pytest", "optree", "torchmetrics", "collections", "types", "dataclasses", "re", "os",
-    "pathlib", "_thread", "transformers", "peft", "jsonargparse",
+    "builtins", "typing", "abc", "enum", "functools", "weakref", "logging", "threading",
+    "hypothesis", "_pytest", "pytest", "optree", "torchmetrics", "collections", "types",
+    "dataclasses", "re", "os", "pathlib", "_thread", "transformers", "peft", "jsonargparse",
 }  # fmt: skip
 # Beyond these a holder is compared by its length and its ends.
 _LONG, _ENDS = 256, 8
 # Bytes of an array that are compared; of a longer one, as many spread over it.
 _BYTES = 1 << 16
 _MOST = 50_000  # places; who has more keeps data there
-# What torch.nn.Module keeps of hooks: dictionaries that are mostly empty, and seen by their lengths.
+# What torch.nn.Module keeps of hooks: dictionaries that are mostly empty, seen by their lengths.
 _HOOKS = (
     "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -64,6 +64,7 @@ _HOOKS = (
     "_load_state_dict_post_hooks", "_non_persistent_buffers_set",
 )  # fmt: skip
 _DROPPED = {"_parameters", "_buffers", "_modules", "__dict__", ""}
+_CACHED: Any = type(functools.lru_cache(len))
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
 _RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -80,7 +81,7 @@ class Held:
         """What it holds, if that is not what it held."""
         now, before = _contents(self.place), self.before
         same = len(now) == len(before) and all(
-            [before.get(key, ABSENT) is value for key, value in now.items()]
+            before.get(key, ABSENT) is value for key, value in now.items()
         )
         return None if same else now
 
@@ -139,13 +140,13 @@ class Places:
 
     def tagged(self) -> bool:
         """Whether a tensor has got attributes, which it had none of."""
-        return any([t.__dict__ and id(t.__dict__) not in self._seen for t in self.tensors])
+        return any(t.__dict__ and id(t.__dict__) not in self._seen for t in self.tensors)
 
     def put_back(self) -> None:
         """What can be undone of changes in place, and of attributes that tensors have got."""
         for tensor in self.tensors if self.tagged() else ():
             if id(tensor.__dict__) not in self._seen:
-                tensor.__dict__.clear()
+                vars(tensor).clear()
         for _, hooks, count in self._hooks:
             while sum(map(len, hooks)) > count:
                 max(hooks, key=len).popitem()
@@ -195,9 +196,7 @@ class Places:
         elif isinstance(value, (tuple, frozenset)):
             for key, child in enumerate(cast("Iterable[Any]", value)):
                 self._visit(child, below(path, key))
-        elif isinstance(value, _ARRAYS) or kind.__module__ == "itertools":
-            self.values.append((value, path, content_of(value)))
-        elif isinstance(value, types.GeneratorType):
+        elif isinstance(value, (*_ARRAYS, types.GeneratorType)) or kind.__module__ == "itertools":
             self.values.append((value, path, content_of(value)))
         elif isinstance(value, _RANDOM):
             self.random.append((value, state_of(value)))
@@ -213,16 +212,15 @@ class Places:
         elif isinstance(value, functools.partial):
             for child in (value.func, value.args, value.keywords):
                 self._visit(child, path)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif isinstance(value, _CACHED):
             self.values.append((value, path, content_of(value)))
             self._visit(value.__wrapped__, path)
         elif isinstance(value, type):
             if not _is_foreign(value.__module__):
                 self._hold(value, path or value.__name__)
-        elif (
-            isinstance(value, (nn.Module, types.SimpleNamespace, argparse.Namespace))
-            or not _is_foreign(kind.__module__)
-        ):
+        elif isinstance(
+            value, (nn.Module, types.SimpleNamespace, argparse.Namespace)
+        ) or not _is_foreign(kind.__module__):
             path = path or kind.__name__
             for base in kind.__mro__:
                 if not _is_foreign(base.__module__):
@@ -234,7 +232,7 @@ class Places:
             if isinstance(value, nn.Module):
                 hooks = [value.__dict__[name] for name in _HOOKS if name in value.__dict__]
                 self._hooks.append((f"the hooks of {path}", hooks, sum(map(len, hooks))))
-                for name, child in value._modules.items():  # all of them, however many
+                for name, child in cast("Any", value)._modules.items():  # all of them, however many
                     self._visit(child, below(path, name))
             if hasattr(value, "__dict__"):
                 self._visit(vars(value), path)
@@ -284,7 +282,7 @@ def content_of(value: Any) -> Any:
             return None
         local = frame.f_locals.items()
         return frame.f_lasti, [(k, v if type(v) in _ATOMS else id(v)) for k, v in local]
-    if isinstance(value, functools._lru_cache_wrapper):
+    if isinstance(value, _CACHED):
         return value.cache_info().misses
     if not isinstance(value, _ARRAYS):
         return repr(value)  # an iterator of itertools, which tells where it is
@@ -389,6 +387,4 @@ def put(place: Any, held: dict[Any, Any]) -> None:
 
 def _is_foreign(module: str) -> bool:
     root = module.partition(".")[0]
-    return root in _FOREIGN or root in sys.stdlib_module_names and root != "__main__"
-
-
+    return root in _FOREIGN or (root in sys.stdlib_module_names and root != "__main__")

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -117,6 +118,10 @@ _WRITES: dict[str, Callable[[Loss, Tensor], Any]] = {
     "one_of_item": lambda loss, m: loss.mean.__setitem__(0, m.mean().item()),
     "frozen_weight": lambda loss, m: loss.child.weight.data.add_(m.mean()),
     "numpy_of_buffer": lambda loss, m: loss.mean.numpy().__setitem__(slice(None), m.numpy()),
+    "numpy_of_data": lambda loss, m: loss.mean.data.numpy().__setitem__(slice(None), m.numpy()),
+    "asarray": lambda loss, m: np.asarray(loss.mean).__setitem__(slice(None), m.numpy()),
+    "dlpack": lambda loss, m: np.from_dlpack(loss.mean).__setitem__(slice(None), m.numpy()),
+    "storage": lambda loss, m: loss.mean.untyped_storage().__setitem__(3, int(m.mean() > 0)),
     "numpy_view": lambda loss, m: loss.view.__setitem__(slice(None), m.numpy()),
     "through_numpy": lambda loss, m: torch.from_numpy(loss.view).copy_(m),
 }

@@ -64,14 +64,15 @@ def test_core_imports_without_lightning() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
+def test_no_file_is_so_long_that_it_must_be_two() -> None:
+    """Past 500 lines ask whether a reader would rather have two; past 900 there is no question."""
     folders = ("opake_lightning", "tests", "examples", "benchmarks", "docs")
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for folder in folders
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert {path: n for path, n in lengths.items() if n > 500} == {}
+    assert {path: n for path, n in lengths.items() if n > 900} == {}
 
 
 def test_the_import_contract_covers_every_core_module() -> None:

@@ -45,11 +45,7 @@ def resolve(plan: DPSGD, **changes: Any) -> Any:
         ({"target_delta": 0.0}, ValueError, r"target_delta must be in \(0, 1\), got 0.0"),
         ({"target_delta": 1.0}, ValueError, r"target_delta must be in \(0, 1\), got 1.0"),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be >= 1, got 0"),
-        (
-            {"engine": "ghost"},
-            ValueError,
-            r"engine must be one of \('auto', 'one_pass', 'vmap'\), got 'ghost'",
-        ),
+        ({"engine": "auto"}, TypeError, "engine='auto' is gone: one engine is exact"),
         ({"on_changed_plan": "go"}, ValueError, "on_changed_plan must be one of .* got 'go'"),
         ({"key": 7}, TypeError, r"key must be None or an RngKey \(random\.key\(7\).*, got a int"),
     ],
@@ -153,7 +149,7 @@ def test_a_run_of_another_plan_has_another_fingerprint(plan, known):
 
 
 def test_what_changes_no_result_is_not_in_the_fingerprint():
-    same = replace(SIGMA, microbatch_size=3, engine="vmap", on_changed_plan="fork")
+    same = replace(SIGMA, microbatch_size=3, on_changed_plan="fork")
     assert resolve(same).fingerprint() == resolve(SIGMA).fingerprint()
 
 

@@ -463,7 +463,6 @@ def test_what_changes_no_result_is_not_in_the_fingerprint():
     same = replace(
         SIGMA,
         microbatch_size=3,
-        engine="vmap",
         on_changed_plan="fork",
         sampling="cyclic_poisson",
         second_moment="per_example",

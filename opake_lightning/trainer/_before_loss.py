@@ -11,7 +11,7 @@ batch may differ then, bit for bit, and no more. Nor may the hooks leave anythin
 a loss could find it. Not everything that makes other rows differ is mixing:
 
 - *Order.* Rows may be sorted, so those that are not in their place are compared as a multiset.
-- *Padding.* Of another width, what both have is compared; beyond it, other rows hold one constant.
+- *Padding.* Of another width, what both have is compared; beyond it, other rows hold a constant.
 - *Random numbers.* If one row takes more of them than another, all that are drawn later differ, but
   not in distribution. The states of the generators tell, and another row is tried: most take the
   same.
@@ -29,7 +29,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -408,12 +408,23 @@ def _rows_changed(a: list[Tensor], b: list[Tensor], size: int, some: _Trial) -> 
     if len(a) != len(b):
         return None
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.dim() and len(x) == size]
-    if any(not y.dim() or len(y) != size or x.dtype != y.dtype for x, y in pairs):
+    if any(x.dtype != y.dtype or x.dim() != y.dim() or len(y) != size for x, y in pairs):
         return None
+    if not pairs or all(x.shape == y.shape for x, y in pairs):
+        return _differing(pairs, some)
+    # Padded to another width, that of the longest row, on either side.
+    for before in (False, True):
+        parts = [_parts(x, y, before) for x, y in pairs]
+        if _differing([(x, y) for x, y, *_ in parts], some) <= len(some) and all(
+            _is_padding(beyond, size - len(some)) for _, _, *rest in parts for beyond in rest
+        ):
+            return len(some)
+    return size
+
+
+def _differing(pairs: list[tuple[Tensor, Tensor]], some: _Trial) -> int:
     if not pairs:
         return 0
-    if any(x.shape != y.shape for x, y in pairs):
-        return len(some) if some and _but_for_padding(pairs, some) else None
     x, y = (torch.cat([_bytes(pair[side]) for pair in pairs], 1).numpy() for side in (0, 1))
     rows = np.flatnonzero((x != y).any(1)).tolist()
     if some.keys() >= set(rows):
@@ -421,31 +432,33 @@ def _rows_changed(a: list[Tensor], b: list[Tensor], size: int, some: _Trial) -> 
     return (Counter(map(bytes, x)) - Counter(map(bytes, y))).total()
 
 
-def _but_for_padding(pairs: list[tuple[Tensor, Tensor]], some: _Trial) -> bool:
-    """Whether all rows but ``some`` are the same, padded to another width at one of its ends."""
-    others = [row for row in range(len(pairs[0][0])) if row not in some]
-    for x, y in ((x[others], y[others]) for x, y in pairs):
-        sides = product((False, True), repeat=x.dim() - 1)
-        if x.dim() != y.dim() or not any(_same_but_for_padding(x, y, ends) for ends in sides):
-            return False
-    return True
-
-
-def _same_but_for_padding(x: Tensor, y: Tensor, ends: tuple[bool, ...]) -> bool:
-    common = [min(sizes) for sizes in zip(x.shape[1:], y.shape[1:], strict=True)]
-    parts: list[Tensor] = []
+def _parts(x: Tensor, y: Tensor, before: bool) -> list[Tensor]:
+    """The part that both have, of each; and what each has beyond it, which may be empty."""
+    inside: list[Tensor] = []
+    beyond: list[Tensor] = []
     for tensor in (x, y):
-        inside: list[slice] = [
-            slice(size - width, size) if at_end else slice(0, width)
-            for size, width, at_end in zip(tensor.shape[1:], common, ends, strict=True)
-        ]
-        beyond = torch.ones(tensor.shape[1:], dtype=torch.bool, device=tensor.device)
-        beyond[tuple(inside)] = False
-        padding = tensor[:, beyond].flatten()
-        if len(padding) and not same(padding, padding[:1].expand_as(padding)):
-            return False
-        parts.append(tensor[(slice(None), *inside)])
-    return same(*parts)
+        place = [slice(None)]
+        for width, common in zip(tensor.shape[1:], map(min, x.shape[1:], y.shape[1:]), strict=True):
+            place.append(slice(width - common, width) if before else slice(0, common))
+        rest = torch.ones(tensor.shape[1:], dtype=torch.bool, device=tensor.device)
+        rest[tuple(place[1:])] = False
+        inside.append(tensor[tuple(place)])
+        beyond.append(tensor[:, rest])
+    return [*inside, *beyond]
+
+
+def _is_padding(beyond: Tensor, at_least: int) -> bool:
+    """Whether so many rows have the same there, and it is one constant, or counts positions."""
+    if not beyond.numel():
+        return True
+    rows = _bytes(beyond).numpy()
+    for row, count in Counter(map(bytes, rows)).items():
+        if count >= at_least:
+            first = beyond[[bytes(each) == row for each in rows].index(True)]
+            steps = first.double().nan_to_num().diff()
+            if bool((steps == steps[:1]).all()):
+                return True
+    return False
 
 
 def _bytes(tensor: Tensor) -> Tensor:

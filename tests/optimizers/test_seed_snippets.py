@@ -142,10 +142,6 @@ def loss_fn(params, batch):
     return ((x @ params["w"] + params["b"] - y) ** 2).sum()
 
 
-# The document's loss is one number; that it costs time to find those of single examples is said.
-pytestmark = pytest.mark.filterwarnings("ignore:clipping by the general engine:UserWarning")
-
-
 @pytest.fixture
 def reader():
     """What a reader has at hand."""

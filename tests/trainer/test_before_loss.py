@@ -101,6 +101,20 @@ def padded_with_the_largest(rows):
     return F.pad(wide, (0, 5 - wide.shape[1])), *default_collate([row[1:] for row in rows])
 
 
+def padded_with_the_end_of_the_longest(rows):
+    """Whoever replaces the longest row changes the width, too."""
+    x = [row[0][: 3 + int(row[2] == rows[0][2])] for row in rows]
+    wide = nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=float(x[0][-1]))
+    return wide, *default_collate([row[1:] for row in rows])
+
+
+def filled_up_from_the_longest(rows):
+    x = [row[0][: 1 + int(row[2]) % 5] for row in rows]
+    longest = max(x, key=len)
+    wide = [torch.cat([each, longest[len(each) :]]) for each in x]
+    return torch.stack(wide), *default_collate([row[1:] for row in rows])
+
+
 def without_repeats(rows):
     kept = {int(row[2]): row for row in rows}
     assert len(kept) == len(rows), "an example came twice"
@@ -126,7 +140,7 @@ COLLATES = {
     for each in (
         *(mixup, mixup_numpy, mixup_python, standardised, slightly, ranked, labels_of_neighbours),
         *(of_the_row_before, weighted_by_class, padded_with_the_largest, without_repeats),
-        in_the_first_row,
+        *(in_the_first_row, padded_with_the_end_of_the_longest, filled_up_from_the_longest),
     )
 }
 
@@ -397,15 +411,18 @@ def masked(rows):
     return torch.where(torch.rand(x.shape) < 0.3, 0.0, x), y, index
 
 
-def shuffled_words(rows):
+def shuffled_words(rows, order=lambda n: random.sample(range(n), n)):
     """As many random numbers for each row as it has elements."""
-    rows = [(torch.tensor(random.sample(row[0].tolist(), len(row[0]))), *row[1:]) for row in rows]
-    return padded(rows)
+    return padded([(row[0][order(len(row[0]))], *row[1:]) for row in rows])
+
+
+class Dicts(Texts):
+    def __getitem__(self, index):
+        return dict(zip(("x", "y", "index"), super().__getitem__(index), strict=True))
 
 
 def from_dicts(rows):
     """Takes the rows apart, as tokenizers' collate functions do."""
-    rows = [{"x": x, "y": y, "index": index} for x, y, index in rows]
     xs = [row.pop("x") for row in rows]
     x, y, index = padded([(x, row["y"], row["index"]) for x, row in zip(xs, rows, strict=True)])
     return UserDict(x=x, y=y, index=index)
@@ -418,7 +435,8 @@ APART = {
     "positions": with_positions,
     "masked": masked,
     "shuffled words": shuffled_words,
-    "a UserDict": from_dicts,
+    "shuffled by NumPy": partial(shuffled_words, order=np.random.permutation),  # noqa: NPY002
+    "shuffled by torch": partial(shuffled_words, order=torch.randperm),
 }
 
 
@@ -427,6 +445,18 @@ APART = {
 def test_what_only_looks_like_mixing(name, seed, tmp_path):
     loader = make_loader(Texts(), collate_fn=APART[name])
     accepted(tmp_path, TextNet(plan(key=key(seed))), loader, steps=8, max_epochs=2)
+
+
+def test_rows_that_are_taken_apart_and_a_batch_that_is_a_mapping(tmp_path):
+    accepted(tmp_path, TextNet(), make_loader(Dicts(), collate_fn=from_dicts))
+
+
+def test_all_that_is_no_number_is_the_same():
+    bits = torch.tensor([0x7FC00000, 0x7FC00001, 0], dtype=torch.int32)
+    a, b = bits[[0, 0, 2]].view(torch.float32), bits[[1, 1, 2]].view(torch.float32)
+    assert _before_loss._rows_changed([a], [b], 3, {}) == 0
+    assert _before_loss._rows_changed([a], [b.roll(1)], 3, {0: 1}) == 0  # in another order
+    assert _before_loss._rows_changed([a], [b + 1], 3, {0: 1}) == 1
 
 
 @pytest.mark.parametrize("name", ["padded", "padded on the left", "positions"])
@@ -601,6 +631,15 @@ def test_the_steps_that_are_tested(tmp_path, tested):
         max_epochs=5,
     )
     assert tested == [5, 8, 16]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_tests_the_rows_that_it_drew(workers):
+    loader = PoissonLoader(Points(), 6, key=key(7), rank=1, world_size=2, num_workers=workers)
+    for step, (_, _, index) in enumerate(loader):
+        assert loader.indices(key(7), step) == index.tolist()
+        rows = _before_loss._read(loader, [loader.indices(key(7), step)])[0]
+        assert [int(row[2]) for row in rows] == index.tolist()
 
 
 def test_what_is_torch_s_own_is_not_tested(tmp_path, tested):

@@ -142,7 +142,6 @@ def test_every_part_of_the_plan_is_in_the_summary(tmp_path, caplog):
         "clipping norm C": "1",
         "planned steps": "8",
         "target": "ε = 3 at δ = 1e-05",
-        "engine": "auto",
     }
 
 

@@ -361,8 +361,8 @@ def test_what_a_loss_keeps_is_refused_before_the_first_step(tmp_path, name):
 
     fit = check(make, tmp_path)
     if fit is None:
-        # Lost as soon as it is written, which is as good.
-        assert name == "keeping gradient_slot"
+        # Lost as soon as it is written, which is as good: of a parameter, and to a copy.
+        assert "gradient_slot" in name or "numpy_of" in name or "array" in name
         return
     assert fit.released == fit.sums == []
     # Whatever the loss wrote until then is not there any more.

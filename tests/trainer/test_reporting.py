@@ -171,7 +171,6 @@ def test_summary_names_the_numbers_of_the_run(tmp_path, caplog):
         "noise stddev σC/B": f"{sigma * 0.5 / 6:.6g}",
         "planned steps": "8",
         "target": "ε = 3 at δ = 1e-05",
-        "engine": "auto",
     }
 
 

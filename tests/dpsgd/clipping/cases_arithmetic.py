@@ -16,7 +16,14 @@ case = registry(CASES)
 
 X = (3, 5)  # of an example
 # A parameter broadcasts in every way, and with a dimension of size one.
-SHAPES = {"scalar": (), "one": (1,), "row": (5,), "column": (3, 1), "all": (3, 5), "more": (2, 1, 5)}
+SHAPES = {
+    "scalar": (),
+    "one": (1,),
+    "row": (5,),
+    "column": (3, 1),
+    "all": (3, 5),
+    "more": (2, 1, 5),
+}
 
 
 def _positive(t: Tensor) -> Tensor:
@@ -107,10 +114,13 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen-by-a-list": lambda x, w: x * w[[0, 0, 2, 1, 4]],
     "chosen-by-a-mask": lambda x, w: x[..., :2] * w[torch.arange(5) > 2],
     "as-strided": lambda x, w: x * w.as_strided((3, 5), (0, 1)),
-    "scattered": lambda x, w: x.scatter_add(2, torch.zeros(len(x), 3, 1, dtype=torch.int64),
-                                            w[:1].expand(len(x), 3, 1)),
+    "scattered": lambda x, w: x.scatter_add(
+        2, torch.zeros(len(x), 3, 1, dtype=torch.int64), w[:1].expand(len(x), 3, 1)
+    ),
     "index-added": lambda x, w: x.index_add(2, torch.tensor([1, 1]), w[:2].expand(len(x), 3, 2)),
-    "index-copied": lambda x, w: x.index_copy(2, torch.tensor([4, 0]), w[:2].expand(len(x), 3, 2)).cumsum(2),
+    "index-copied": lambda x, w: x.index_copy(
+        2, torch.tensor([4, 0]), w[:2].expand(len(x), 3, 2)
+    ).cumsum(2),
     "index-put": lambda x, w: x.index_put((torch.arange(len(x)), torch.tensor(1)), w).cumsum(1),
     "select-scattered": lambda x, w: torch.select_scatter(x, w.expand(len(x), 5), 1, 0).cumsum(1),
     "cumulative": lambda x, w: x * w.cumsum(0) + w.exp().cumsum(0).log(),
@@ -125,9 +135,10 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "in-another-type": lambda x, w: (x.float() * w.float()).to(x.dtype),
     "complex": lambda x, w: (torch.complex(x, x.sin()) * torch.complex(w, w.cos())).abs(),
     "fourier": lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w), 5),
-    "polar": lambda x, w: (torch.view_as_complex(torch.stack([x, -x], -1))
-                           * torch.polar(torch.ones_like(w), w)).real,
-}  # fmt: skip
+    "polar": lambda x, w: (
+        (torch.view_as_complex(torch.stack([x, -x], -1)) * torch.polar(torch.ones_like(w), w)).real
+    ),
+}
 
 
 def _in_place(x: Tensor, w: Tensor) -> Tensor:
@@ -157,13 +168,14 @@ CASES |= {
     for name, f in OTHERS.items()
 }
 
-# -- modules and functions with parameters of their own -----------------------------------------------
+# -- modules and functions with parameters of their own -------------------------------------------
 
 CASES |= {
     "grid-of-a-learned-transform": of_function(
         # A spatial transformer whose transform is one for all.
         lambda p, x: F.grid_sample(
-            x, F.affine_grid(p["theta"].expand(len(x), -1, -1), x.shape, align_corners=False),
+            x,
+            F.affine_grid(p["theta"].expand(len(x), -1, -1), x.shape, align_corners=False),
             align_corners=False,
         ),
         {"theta": (1, 2, 3)},
@@ -171,14 +183,18 @@ CASES |= {
     ),
     "grid-of-the-example": of_function(
         lambda p, x: F.grid_sample(
-            x, F.affine_grid(F.linear(x.mean((2, 3)), p["w"]).view(-1, 2, 3), x.shape,
-                             align_corners=False), align_corners=False,
+            x,
+            F.affine_grid(
+                F.linear(x.mean((2, 3)), p["w"]).view(-1, 2, 3), x.shape, align_corners=False
+            ),
+            align_corners=False,
         ),
         {"w": (6, 2)},
         (2, 4, 4),
     ),
     "interpolated-positions": of_function(
-        lambda p, x: x + F.interpolate(p["pos"], (4, 6), mode="bicubic"), {"pos": (1, 2, 3, 3)},
+        lambda p, x: x + F.interpolate(p["pos"], (4, 6), mode="bicubic"),
+        {"pos": (1, 2, 3, 3)},
         (2, 4, 6),
     ),
     "interpolated-positions-nearest": of_function(
@@ -187,12 +203,13 @@ CASES |= {
     "prelu-of-one": of_function(lambda p, x: F.prelu(x, p["w"]), {"w": (1,)}, X),
     "prelu-of-channels": of_function(lambda p, x: F.prelu(x, p["w"]), {"w": (3,)}, X),
     "rotary": of_function(
-        lambda p, x: (lambda h: h * p["f"].cos() + torch.cat([-h[..., 3:], h[..., :3]], -1)
-                      * p["f"].sin())(x @ p["w"]),
+        lambda p, x: (
+            lambda h: h * p["f"].cos() + torch.cat([-h[..., 3:], h[..., :3]], -1) * p["f"].sin()
+        )(x @ p["w"]),
         {"w": (5, 6), "f": (3, 6)},
         X,
     ),
-}  # fmt: skip
+}
 
 
 @case()
@@ -237,7 +254,10 @@ def radial_basis_functions(dtype):
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.centres, self.log_width = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(4))
+            self.centres, self.log_width = (
+                nn.Parameter(torch.randn(4, 5)),
+                nn.Parameter(torch.zeros(4)),
+            )
             self.out = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -245,4 +265,3 @@ def radial_basis_functions(dtype):
             return self.out((-squared * self.log_width.exp()).exp())
 
     return of_module(Net(), torch.randn(B, 5), dtype=dtype)
-

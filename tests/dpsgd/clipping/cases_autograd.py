@@ -1,4 +1,4 @@
-"""Losses that use autograd themselves: penalties on gradients, transforms, checkpoints, functions."""
+"""Losses that use autograd: penalties on gradients, transforms, checkpoints, functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _net(dtype: torch.dtype) -> nn.Module:
     ).to(dtype)
 
 
-# -- torch.autograd.grad ----------------------------------------------------------------------------
+# -- torch.autograd.grad --------------------------------------------------------------------------
 
 
 def _input_penalty(p: Any, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def gradient_penalty_by_own_parameters(dtype):
     return Case(own_parameters(net), loss_fn, torch.randn(B, 2, 5, dtype=dtype))
 
 
-# -- torch.func -------------------------------------------------------------------------------------
+# -- torch.func -----------------------------------------------------------------------------------
 
 
 def _func_grad(p: Any, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ CASES |= {
     )
 }
 
-# -- checkpoints ------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
 class _Checkpointed(nn.Module):
@@ -306,7 +306,7 @@ CASES |= {
     }.items()
 }
 
-# -- functions with a gradient of their own -----------------------------------------------------------
+# -- functions with a gradient of their own -------------------------------------------------------
 
 
 class _Product(torch.autograd.Function):
@@ -426,7 +426,7 @@ CASES |= {
     for name, (of, known) in FUNCTIONS.items()
 }
 
-# -- parts without a gradient, and graphs that are cut ----------------------------------------------
+# -- parts without a gradient, and graphs that are cut --------------------------------------------
 
 
 def _teacher(p: Any, x: Tensor) -> Tensor:
@@ -476,7 +476,7 @@ CASES |= {
     )
 }
 
-# -- what is refused, or runs alone -----------------------------------------------------------------
+# -- what is refused, or runs alone ---------------------------------------------------------------
 
 
 def _backward(p: Any, x: Tensor) -> Tensor:
@@ -546,17 +546,13 @@ def _scripted(dtype: torch.dtype) -> nn.Module:
 @case(**ALONE)
 def torchscript(dtype):
     net = _scripted(dtype)
-    return Case(
-        own_parameters(net), lambda p, x: reduced(net(x)), torch.randn(B, 5, dtype=dtype)
-    )
+    return Case(own_parameters(net), lambda p, x: reduced(net(x)), torch.randn(B, 5, dtype=dtype))
 
 
 @case(**ALONE)
 def torchscript_within_a_network(dtype):
     net = nn.Sequential(nn.Linear(5, 5), _scripted(dtype), nn.Linear(2, 2)).to(dtype)
-    return Case(
-        own_parameters(net), lambda p, x: reduced(net(x)), torch.randn(B, 5, dtype=dtype)
-    )
+    return Case(own_parameters(net), lambda p, x: reduced(net(x)), torch.randn(B, 5, dtype=dtype))
 
 
 @case(unused=True)

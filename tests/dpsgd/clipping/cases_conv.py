@@ -69,7 +69,7 @@ CASES |= {
     for name, options in TRANSPOSED_OPTIONS.items()
 }
 
-# -- by the kernel, and by what is trained ----------------------------------------------------------
+# -- by the kernel, and by what is trained --------------------------------------------------------
 
 
 @case()
@@ -106,9 +106,14 @@ def conv_frozen_bias(dtype):
 @case()
 def conv_behind_conv(dtype):
     net = nn.Sequential(
-        nn.Conv2d(2, 3, 3, stride=2), nn.GELU(), nn.Conv2d(3, 4, 2), nn.GELU(),
-        nn.ConvTranspose2d(4, 2, 3, stride=2), nn.Upsample(scale_factor=2), nn.Conv2d(2, 1, 3),
-    )  # fmt: skip
+        nn.Conv2d(2, 3, 3, stride=2),
+        nn.GELU(),
+        nn.Conv2d(3, 4, 2),
+        nn.GELU(),
+        nn.ConvTranspose2d(4, 2, 3, stride=2),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(2, 1, 3),
+    )
     return of_module(net, torch.randn(B, 2, 9, 9), dtype=dtype)
 
 
@@ -131,7 +136,7 @@ def conv_of_an_image_alone(dtype):
     return of_module(Net(), torch.randn(B, 2, 6, 6), dtype=dtype)
 
 
-# -- weights that are not used as they are ----------------------------------------------------------
+# -- weights that are not used as they are --------------------------------------------------------
 
 CASES |= {
     "conv-masked-weight": of_function(
@@ -158,7 +163,10 @@ CASES |= {
     ),
     "conv-of-a-parameter-by-the-example": of_function(
         # Cross-correlation of a learned image with a template.
-        lambda p, x: F.conv2d(p["image"], x), {"image": (1, 2, 6, 6)}, (2, 3, 3), mixes=True,
+        lambda p, x: F.conv2d(p["image"], x),
+        {"image": (1, 2, 6, 6)},
+        (2, 3, 3),
+        mixes=True,
     ),
     "conv-bias-of-the-example": of_function(
         lambda p, x: F.conv1d(x, p["w"], x[0, :, 0]), {"w": (2, 2, 3)}, (2, 7), mixes=True
@@ -169,7 +177,9 @@ CASES |= {
         (2, 6, 6),
     ),
     "conv-tbc": of_function(
-        lambda p, x: torch.conv_tbc(x.transpose(0, 1).contiguous(), p["w"], p["b"], 1).transpose(0, 1),
+        lambda p, x: torch.conv_tbc(x.transpose(0, 1).contiguous(), p["w"], p["b"], 1).transpose(
+            0, 1
+        ),
         {"w": (3, 4, 5), "b": (5,)},
         (7, 4),
     ),
@@ -177,12 +187,14 @@ CASES |= {
         lambda p, x: p["w"] @ F.unfold(x, 3, padding=1), {"w": (4, 18)}, (2, 5, 5)
     ),
     "folded-by-hand": of_function(
-        lambda p, x: F.fold(x @ p["w"], (4, 4), 2, stride=2).flatten(1), {"w": (4, 4)}, (4, 4),
+        lambda p, x: F.fold(x @ p["w"], (4, 4), 2, stride=2).flatten(1),
+        {"w": (4, 4)},
+        (4, 4),
     ),
     "pixel-shuffle": of_function(
         lambda p, x: F.pixel_shuffle(F.conv2d(x, p["w"]), 2), {"w": (8, 2, 3, 3)}, (2, 5, 5)
     ),
-}  # fmt: skip
+}
 
 
 @case()
@@ -194,7 +206,12 @@ def conv_reflection_by_a_layer(dtype):
 @case()
 def pooling_of_every_kind(dtype):
     net = nn.Sequential(
-        nn.Conv2d(2, 3, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3, padding=1),
-        nn.AvgPool2d(2, 1), nn.Conv2d(3, 3, 1), nn.LPPool2d(2, 2, 1), nn.AdaptiveMaxPool2d((2, 1)),
-    )  # fmt: skip
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 3, 3, padding=1),
+        nn.AvgPool2d(2, 1),
+        nn.Conv2d(3, 3, 1),
+        nn.LPPool2d(2, 2, 1),
+        nn.AdaptiveMaxPool2d((2, 1)),
+    )
     return of_module(net, torch.randn(B, 2, 9, 9), dtype=dtype)

@@ -130,7 +130,7 @@ def symmetric_weight(dtype):
     return of_module(layer, torch.randn(B, 5), dtype=dtype, own=True)
 
 
-# -- adapters ---------------------------------------------------------------------------------------
+# -- adapters -------------------------------------------------------------------------------------
 
 
 class _DoRA(nn.Module):
@@ -197,7 +197,7 @@ CASES |= {
     for name, make in {"dora": _DoRA, "ia3": _IA3, "loha": _LoHa, "prefix": _Prefix}.items()
 }
 
-# -- shared, and under other names ------------------------------------------------------------------
+# -- shared, and under other names ----------------------------------------------------------------
 
 
 @case()
@@ -312,7 +312,7 @@ def ensemble_stacked_in_the_loss(dtype):
     return Case(params, loss_fn, torch.randn(B, 5, dtype=dtype))
 
 
-# -- computed of parameters alone -------------------------------------------------------------------
+# -- computed of parameters alone -----------------------------------------------------------------
 
 
 def _straight_through(w: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ CASES |= {
         {**W, "u": (3,)},
         (3, 5),
     ),
-}  # fmt: skip
+}
 
 
 def _powers(w: Tensor, n: int) -> Tensor:

@@ -115,7 +115,7 @@ def weight_as_an_input(dtype):
     return Case(params, loss_fn, torch.randn(B, 5, dtype=dtype))
 
 
-# -- autograd functions and kernels with gradients of their own ------------------------------------
+# -- autograd functions and kernels with gradients of their own -----------------------------------
 
 
 class _Scaled(torch.autograd.Function):

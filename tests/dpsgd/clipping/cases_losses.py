@@ -70,7 +70,7 @@ def weights(dtype: torch.dtype) -> Tensor:
     return torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=dtype)
 
 
-# -- one number, or one number in a row ---------------------------------------------------------------
+# -- one number, or one number in a row -----------------------------------------------------------
 
 CASES |= {
     "cross-entropy-mean": _of(F.cross_entropy, labels, **MEAN),
@@ -95,15 +95,18 @@ CASES |= {
         lambda z, y: F.cross_entropy(z, y, ignore_index=1, reduction="none"), labels
     ),
     "cross-entropy-weighted-mean": _of(
-        lambda z, y: F.cross_entropy(z, y, torch.tensor([1.0, 2.0, 3.0]).to(z)), labels,
+        lambda z, y: F.cross_entropy(z, y, torch.tensor([1.0, 2.0, 3.0]).to(z)),
+        labels,
         refused="takes a mean with weight=",
     ),
     "cross-entropy-module-weighted-mean": _of(
-        lambda z, y: nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).to(z))(z, y), labels,
+        lambda z, y: nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).to(z))(z, y),
+        labels,
         refused="takes a mean with weight=",
     ),
     "cross-entropy-ignoring-mean": _of(
-        lambda z, y: F.cross_entropy(z, y, ignore_index=1), labels,
+        lambda z, y: F.cross_entropy(z, y, ignore_index=1),
+        labels,
         refused="takes a mean with ignore_index=",
     ),
     "nll-weighted-mean": _of(
@@ -131,16 +134,18 @@ CASES |= {
     "kl-batchmean": _of(
         lambda z, y: F.kl_div(F.log_softmax(z, 1), y, reduction="batchmean"), shares, **MEAN
     ),
-    "poisson": _of(
-        lambda z, y: F.poisson_nll_loss(z, y.abs()), floats, **MEAN
-    ),
+    "poisson": _of(lambda z, y: F.poisson_nll_loss(z, y.abs()), floats, **MEAN),
     "gaussian": _of(
-        lambda z, y: F.gaussian_nll_loss(z, y, F.softplus(z) + 0.1), floats, **MEAN, beyond_vmap=True
+        lambda z, y: F.gaussian_nll_loss(z, y, F.softplus(z) + 0.1),
+        floats,
+        **MEAN,
+        beyond_vmap=True,
     ),
     "hinge": _of(lambda z, y: F.hinge_embedding_loss(z[:, 0], y), signs, **MEAN),
     "multi-margin": _of(lambda z, y: F.multi_margin_loss(z, y), labels, **MEAN),
     "multilabel-margin": _of(
-        lambda z, y: F.multilabel_margin_loss(z, F.pad(y[:, None], (0, C - 1), value=-1)), labels,
+        lambda z, y: F.multilabel_margin_loss(z, F.pad(y[:, None], (0, C - 1), value=-1)),
+        labels,
         **MEAN,
     ),
     "multilabel-soft-margin": _of(F.multilabel_soft_margin_loss, bits, **MEAN),
@@ -151,15 +156,18 @@ CASES |= {
     "margin-ranking": _of(
         lambda z, s: F.margin_ranking_loss(z[:, 0], z[:, 1], s, margin=3.0), signs, **MEAN
     ),
-    "triplet": _of(
-        lambda z, y: F.triplet_margin_loss(z, y, z.flip(1), margin=9.0), floats, **MEAN
-    ),
+    "triplet": _of(lambda z, y: F.triplet_margin_loss(z, y, z.flip(1), margin=9.0), floats, **MEAN),
     "focal": _of(
         lambda z, y: (lambda c: ((1 - (-c).exp()) ** 2 * c).mean())(
-            F.cross_entropy(z, y, reduction="none")), labels, **MEAN,
+            F.cross_entropy(z, y, reduction="none")
+        ),
+        labels,
+        **MEAN,
     ),
     "dice": _of(
-        lambda z, y: 1 - 2 * (z.sigmoid() * y).sum() / (z.sigmoid().sum() + y.sum() + 1), bits, **MEAN
+        lambda z, y: 1 - 2 * (z.sigmoid() * y).sum() / (z.sigmoid().sum() + y.sum() + 1),
+        bits,
+        **MEAN,
     ),
     "weighted-by-the-example": _of(
         lambda z, y, w: w * F.cross_entropy(z, y, reduction="none"), labels, weights
@@ -167,7 +175,9 @@ CASES |= {
     "divided-by-the-sum-of-weights": _of(
         # Of one row, its own weight: it cancels, as is said of cross_entropy(weight=).
         lambda z, y, w: (w * F.cross_entropy(z, y, reduction="none")).sum() / w.sum() + 0 * w.sum(),
-        labels, weights, **MEAN,
+        labels,
+        weights,
+        **MEAN,
     ),
     "squeezed": _of(lambda z: z[:, :1].square().squeeze()),
     "sum-of-everything": _of(lambda z: z.sin().sum(), **MEAN),
@@ -179,13 +189,15 @@ CASES |= {
     "variance": _of(lambda z: z.var(1) + z.std(1)),
     "ctc-one-alphabet": _of(
         lambda z, y: F.ctc_loss(
-            F.log_softmax(torch.stack([z, z.sin(), z.cos()]), -1), y[:, None] % 2 + 1,
-            torch.full((len(z),), 3), torch.ones(len(z), dtype=torch.int64),
+            F.log_softmax(torch.stack([z, z.sin(), z.cos()]), -1),
+            y[:, None] % 2 + 1,
+            torch.full((len(z),), 3),
+            torch.ones(len(z), dtype=torch.int64),
         ),
         labels,
         **MEAN,
     ),
-}  # fmt: skip
+}
 
 
 @case()
@@ -227,7 +239,7 @@ def mean_over_valid_tokens(dtype):
     return Case(params, loss_fn, (torch.randn(B, 4, D, dtype=dtype), y))
 
 
-# -- penalties --------------------------------------------------------------------------------------
+# -- penalties ------------------------------------------------------------------------------------
 
 
 def _penalised(penalty: Callable[[nn.Module, Tensor, Tensor], Any], **known: Any) -> Spec:
@@ -284,7 +296,8 @@ CASES |= {
     ),
     "penalty-on-the-covariance-of-a-batch": _penalised(
         # Of one row, nothing is left but its mean.
-        lambda net, x, out: (out.T @ out / len(x)).square().sum(), mixes=True
+        lambda net, x, out: (out.T @ out / len(x)).square().sum(),
+        mixes=True,
     ),
     "penalty-on-the-size": _penalised(
         lambda net, x, out: sum(p.square().sum() / p.numel() for p in net.parameters())
@@ -292,9 +305,9 @@ CASES |= {
     "penalty-towards-the-first-weights": _penalised(
         lambda net, x, out: sum((p - p.detach().round()).square().sum() for p in net.parameters())
     ),
-}  # fmt: skip
+}
 
-# -- losses that are meant for a batch --------------------------------------------------------------
+# -- losses that are meant for a batch ------------------------------------------------------------
 
 
 def _of_pairs(loss: Callable[[Tensor, Tensor], Tensor], **known: Any) -> Spec:
@@ -362,7 +375,7 @@ CASES |= {
     "standardised-by-the-batch": _of_pairs(_standardised),
 }
 
-# -- distributions ----------------------------------------------------------------------------------
+# -- distributions --------------------------------------------------------------------------------
 
 
 def _distribution(of: Callable[..., Tensor], **known: Any) -> Spec:
@@ -427,7 +440,8 @@ CASES |= {
     "multivariate-normal": _distribution(_multivariate),
     "independent": _distribution(
         lambda z, y: distributions.Independent(distributions.Laplace(z, z.exp()), 1).log_prob(
-            z.detach() + 1)
+            z.detach() + 1
+        )
     ),
     "gamma": _distribution(
         lambda z, y: distributions.Gamma(z.exp(), z.cos() + 2).log_prob(y.to(z)[:, None] + 1)
@@ -449,13 +463,15 @@ CASES |= {
     "policy-gradient": _distribution(_policy),
     "kl-of-normals": _distribution(
         lambda z, y: distributions.kl_divergence(
-            distributions.Normal(z, z.exp()), distributions.Normal(0.0, 1.0))
+            distributions.Normal(z, z.exp()), distributions.Normal(0.0, 1.0)
+        )
     ),
     "kl-of-categoricals": _distribution(
         lambda z, y: distributions.kl_divergence(
-            distributions.Categorical(logits=z), distributions.Categorical(logits=z.detach().sin()))
+            distributions.Categorical(logits=z), distributions.Categorical(logits=z.detach().sin())
+        )
     ),
-}  # fmt: skip
+}
 
 
 @case(beyond_vmap=True)
@@ -506,5 +522,3 @@ def loss_of_two(dtype):
         return F.linear(x, p["w"])[0, :2]
 
     return Case(params, loss_fn, torch.randn(B, D, dtype=dtype))
-
-

@@ -211,7 +211,7 @@ def nested_parameters_and_batches(dtype):
     return Case(params, loss_fn, {"pair": pair, "x": torch.randn(B, 5, dtype=dtype)})
 
 
-# -- rows that are not where they are looked for ---------------------------------------------------
+# -- rows that are not where they are looked for --------------------------------------------------
 
 
 @case()

@@ -64,7 +64,11 @@ CASES |= {
         lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), 3, 4, 4
     ),
     "instance-norm-that-keeps-statistics": _of(
-        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), 3, 4, 4, train=True,
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        3,
+        4,
+        4,
+        train=True,
         refused="statistics|writes",
     ),
     "rms-norm-of-tokens": _of(lambda: nn.RMSNorm(6), 3, 6),
@@ -88,10 +92,12 @@ CASES |= {
         lambda: nn.BatchNorm2d(3), 3, 4, 4, train=True, refused="keeps statistics"
     ),
     "batch-norm-of-one-value": _of(
-        lambda: nn.BatchNorm1d(6, track_running_stats=False), 6, train=True,
+        lambda: nn.BatchNorm1d(6, track_running_stats=False),
+        6,
+        train=True,
         refused="Expected more than 1 value per channel",
     ),
-}  # fmt: skip
+}
 
 AFFINE = {"gain": (6,), "shift": (6,)}
 CASES |= {
@@ -99,7 +105,9 @@ CASES |= {
         lambda p, x: F.layer_norm(x, (6,), p["gain"], p["shift"]), AFFINE, (3, 6)
     ),
     "layer-norm-with-a-shift-alone": of_function(
-        lambda p, x: F.layer_norm(x, (6,), None, p["shift"]), AFFINE | {"gain": (1,)}, (3, 6),
+        lambda p, x: F.layer_norm(x, (6,), None, p["shift"]),
+        AFFINE | {"gain": (1,)},
+        (3, 6),
         unused=True,
     ),
     "layer-norm-of-a-parameter": of_function(
@@ -140,4 +148,4 @@ CASES |= {
         (6,),
         mixes=True,
     ),
-}  # fmt: skip
+}

@@ -29,7 +29,7 @@ CASES |= {
     "matmul-vector-vector-left": of_function(
         lambda p, x: (p["v"] @ x[0]).reshape(1, 1), V, (5,), mixes=True
     ),
-    "matmul-batch-vector": of_function(lambda p, x: (x @ p["v"]), V, (4, 5)),
+    "matmul-batch-vector": of_function(lambda p, x: x @ p["v"], V, (4, 5)),
     "matmul-of-images": of_function(lambda p, x: x @ p["w"], W, (2, 4, 5)),
     "matmul-left-of-images": of_function(lambda p, x: p["w"] @ x, L, (2, 5, 4)),
     "matmul-of-a-matrix-alone": of_function(
@@ -45,9 +45,7 @@ CASES |= {
     "mm-left": of_function(lambda p, x: torch.mm(p["w"], x.T).T, L, (5,)),
     "mv": of_function(lambda p, x: x.mv(p["v"])[:, None], V, (5,)),
     "mv-left": of_function(lambda p, x: torch.mv(p["w"], x[0])[None], L, (5,), mixes=True),
-    "dot": of_function(
-        lambda p, x: torch.dot(x[0], p["v"]).reshape(1, 1), V, (5,), mixes=True
-    ),
+    "dot": of_function(lambda p, x: torch.dot(x[0], p["v"]).reshape(1, 1), V, (5,), mixes=True),
     "inner": of_function(lambda p, x: torch.inner(x, p["w"]), L, (4, 5)),
     "vecdot": of_function(lambda p, x: torch.linalg.vecdot(x, p["v"]), V, (4, 5)),
     "multi-dot": of_function(
@@ -69,9 +67,9 @@ CASES |= {
     "linear-of-a-parameter-by-a-weight-of-the-example": of_function(
         lambda p, x: F.linear(p["w"], x[0])[None], W | {"w": (4, 5)}, (3, 5), mixes=True
     ),
-}  # fmt: skip
+}
 
-# -- batches of matrices on either side -------------------------------------------------------------
+# -- batches of matrices on either side -----------------------------------------------------------
 
 CASES |= {
     "matmul-batched-right": of_function(lambda p, x: x @ p["w"], {"w": (2, 5, 3)}, (2, 4, 5)),
@@ -107,9 +105,7 @@ CASES |= {
     "addmm-scaled": of_function(
         lambda p, x: p["b"].addmm(x, p["w"], beta=0.5, alpha=2.0), {**W, "b": (3,)}, (5,)
     ),
-    "addmm-to-the-example": of_function(
-        lambda p, x: torch.addmm(x[:, :3], x, p["w"]), W, (5,)
-    ),
+    "addmm-to-the-example": of_function(lambda p, x: torch.addmm(x[:, :3], x, p["w"]), W, (5,)),
     "addmm-left": of_function(
         lambda p, x: torch.addmm(p["b"], p["w"], x.T).T, {**L, "b": (3, 1)}, (5,)
     ),
@@ -133,9 +129,9 @@ CASES |= {
         (4, 5),
         mixes=True,
     ),
-}  # fmt: skip
+}
 
-# -- sums over letters ------------------------------------------------------------------------------
+# -- sums over letters ----------------------------------------------------------------------------
 
 
 def _einsum(equation: str, *inputs: tuple[int, ...], mixes: bool = False, **params: Any) -> Spec:
@@ -182,14 +178,11 @@ CASES |= {
     "tensordot-left": of_function(
         lambda p, x: torch.tensordot(p["w"], x, dims=([1], [1])).T, L, (5,)
     ),
-    "outer": of_function(
-        lambda p, x: torch.outer(x[0], p["v"])[None], V, (5,), mixes=True
+    "outer": of_function(lambda p, x: torch.outer(x[0], p["v"])[None], V, (5,), mixes=True),
+    "outer-left": of_function(lambda p, x: torch.outer(p["v"], x[0])[None], V, (4,), mixes=True),
+    "kron": of_function(
+        lambda p, x: torch.kron(x, p["w"][None])[0][None], {"w": (2, 3)}, (4, 5), mixes=True
     ),
-    "outer-left": of_function(
-        lambda p, x: torch.outer(p["v"], x[0])[None], V, (4,), mixes=True
-    ),
-    "kron": of_function(lambda p, x: torch.kron(x, p["w"][None])[0][None], {"w": (2, 3)}, (4, 5),
-                        mixes=True),
     "cartesian-products-by-broadcasting": of_function(
         lambda p, x: (x[:, :, None] * p["v"]).sum(1), V, (4,)
     ),
@@ -202,9 +195,7 @@ CASES |= {
     "cosine-similarity": of_function(
         lambda p, x: F.cosine_similarity(x[:, None], p["w"], dim=-1), {"w": (3, 5)}, (5,)
     ),
-    "pairwise-distance": of_function(
-        lambda p, x: F.pairwise_distance(x, p["v"])[:, None], V, (5,)
-    ),
+    "pairwise-distance": of_function(lambda p, x: F.pairwise_distance(x, p["v"])[:, None], V, (5,)),
     "cross-product": of_function(
         lambda p, x: torch.linalg.cross(x, p["v"].expand_as(x)), {"v": (3,)}, (4, 3)
     ),
@@ -216,9 +207,9 @@ CASES |= {
     "matrix-exponential": of_function(
         lambda p, x: x @ torch.matrix_exp(p["w"]), {"w": (5, 5)}, (2, 5)
     ),
-}  # fmt: skip
+}
 
-# -- bilinear layers --------------------------------------------------------------------------------
+# -- bilinear layers ------------------------------------------------------------------------------
 
 
 @case()
@@ -265,7 +256,7 @@ def bilinear_with_a_parameter_as_input(dtype):
     return Case(params, of, torch.randn(B, 4, dtype=dtype))
 
 
-# -- arguments by name ------------------------------------------------------------------------------
+# -- arguments by name ----------------------------------------------------------------------------
 
 CASES |= {
     "matmul-by-name": of_function(lambda p, x: torch.matmul(input=x, other=p["w"]), W, (5,)),
@@ -277,4 +268,4 @@ CASES |= {
         lambda p, x: F.linear(bias=p["b"], weight=p["w"], input=x), {**L, "b": (3,)}, (5,)
     ),
     "einsum-of-a-list": of_function(lambda p, x: torch.einsum("bi,ij->bj", [x, p["w"]]), W, (5,)),
-}  # fmt: skip
+}

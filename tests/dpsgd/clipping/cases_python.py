@@ -1,4 +1,4 @@
-"""Losses that ask for Python values of what an example says; ``passes`` is how many answers there are."""
+"""Losses that ask for Python values of an example; ``passes`` is how many answers there are."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ COUNTS = torch.tensor([2, 1, 4, 2])
 READS: dict[str, Any] = {"beyond_vmap": True}
 
 
-def _read(
-    of: Callable[[Any, Tensor, Tensor], Tensor], *numbers: float, **known: Any
-) -> Spec:
+def _read(of: Callable[[Any, Tensor, Tensor], Tensor], *numbers: float, **known: Any) -> Spec:
     """The spec of ``of(p, x, n)``, ``n`` being NUMBERS, or others; an answer depends on those."""
 
     def make(dtype: torch.dtype) -> Case:
@@ -58,7 +56,7 @@ def _double(p: Any, x: Tensor, *, yes: bool) -> Tensor:
     return 2 * out if yes else out + 1
 
 
-# -- yes or no --------------------------------------------------------------------------------------
+# -- yes or no ------------------------------------------------------------------------------------
 
 
 def _elif(p: Any, x: Tensor, n: Tensor) -> Tensor:
@@ -102,9 +100,7 @@ CASES |= {
         lambda p, x, n: _double(p, x, yes=bool((F.linear(x, p["w"]).mean() * 0 + n).max() > 0)),
         passes=2,
     ),
-    "branch-all-alike": _read(
-        lambda p, x, n: _double(p, x, yes=bool(n.abs() < 9)), passes=1
-    ),
+    "branch-all-alike": _read(lambda p, x, n: _double(p, x, yes=bool(n.abs() < 9)), passes=1),
     "branches-one-after-another": _read(
         lambda p, x, n: _double(p, _double(p, x, yes=bool(n > 0)) @ p["w"], yes=bool(n < 1)),
         passes=3,
@@ -115,15 +111,15 @@ CASES |= {
     "conditional-expression": _read(
         lambda p, x, n: F.linear(x, p["w"] if n.item() > 0 else p["v"]), passes=3
     ),
-    "assertion": _read(
-        lambda p, x, n: _asserted(x) @ p["u"], passes=1, mixes=False
-    ),
+    "assertion": _read(lambda p, x, n: _asserted(x) @ p["u"], passes=1, mixes=False),
     "comparison-of-two-examples-parts": _read(
         lambda p, x, n: _double(p, x, yes=bool(x[0, 0, 0] * 0 + n > x[0, 0, 1] * 0)), passes=2
     ),
     "builtin-max": _read(lambda p, x, n: F.linear(x, p["w"]) * max(n[0], 0 * n[0]), passes=2),
     "builtin-abs-and-round": _read(
-        lambda p, x, n: F.linear(x, p["w"]) * abs(n)[:, None, None].round(), passes=1, mixes=False,
+        lambda p, x, n: F.linear(x, p["w"]) * abs(n)[:, None, None].round(),
+        passes=1,
+        mixes=False,
     ),
     "builtin-sorted": _read(
         lambda p, x, n: F.linear(x, p["w"]) * sorted([n[0], 0 * n[0] + 0.3])[0], passes=2
@@ -143,7 +139,7 @@ CASES |= {
     "isfinite": _read(
         lambda p, x, n: _double(p, x, yes=bool(torch.isfinite(x).all())), passes=1, mixes=False
     ),
-}  # fmt: skip
+}
 
 
 def _asserted(x: Tensor) -> Tensor:
@@ -152,7 +148,7 @@ def _asserted(x: Tensor) -> Tensor:
     return x
 
 
-# -- numbers ----------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------
 
 
 def _while(p: Any, x: Tensor, n: Tensor) -> Tensor:
@@ -209,7 +205,9 @@ CASES |= {
     "last-step": _counted(lambda p, x, n: F.linear(x[:, n[0] - 1], p["w"]), passes=1),
     "last-step-by-a-number": _counted(lambda p, x, n: F.linear(x[:, int(n) - 1], p["w"])),
     "narrow": _counted(lambda p, x, n: F.linear(x.narrow(1, 0, int(n)), p["w"]).mean(1)),
-    "split": _counted(lambda p, x, n: F.linear(x.split([int(n), 6 - int(n)], 1)[0], p["w"]).mean(1)),
+    "split": _counted(
+        lambda p, x, n: F.linear(x.split([int(n), 6 - int(n)], 1)[0], p["w"]).mean(1)
+    ),
     "shape-made-of-a-value": _counted(
         lambda p, x, n: F.linear(x, p["w"]).sum(1) * torch.ones(int(n), 1, dtype=x.dtype).sum()
     ),
@@ -220,9 +218,7 @@ CASES |= {
     "arange-of-the-longest": _counted(
         lambda p, x, n: F.linear(x[:, torch.arange(int(n.max()))], p["w"]).mean(1)
     ),
-    "formatted": _counted(
-        lambda p, x, n: F.linear(x, p["w"]) * int(f"{n.amax(0).item()}")
-    ),
+    "formatted": _counted(lambda p, x, n: F.linear(x, p["w"]) * int(f"{n.amax(0).item()}")),
     "heads-by-label": _counted(_heads),
     "match": _counted(_match),
     "tolist": _counted(lambda p, x, n: F.linear(x, p["w"]) * n.tolist()[0]),
@@ -237,15 +233,15 @@ CASES |= {
         mixes=False,
     ),
     "numpy-of-several": _read(
-        lambda p, x, n: F.linear(x, p["w"]) * float(np.median((n[:, None] * torch.arange(1, 4).to(n))
-                                                             .detach().cpu().numpy())),
+        lambda p, x, n: (
+            F.linear(x, p["w"])
+            * float(np.median((n[:, None] * torch.arange(1, 4).to(n)).detach().cpu().numpy()))
+        ),
         passes=3,
     ),
     "numpy-writes": _counted(lambda p, x, n: F.linear(x, p["w"]) * _written(n.numpy())),
     "argmax-chooses": _read(
-        lambda p, x, n: F.linear(
-            x, (p["w"], p["v"])[int(torch.stack([0 * n[0], n[0]]).argmax())]
-        ),
+        lambda p, x, n: F.linear(x, (p["w"], p["v"])[int(torch.stack([0 * n[0], n[0]]).argmax())]),
         passes=2,
     ),
     "rounded": _read(lambda p, x, n: F.linear(x, p["w"]) * round(n.item()), passes=3),
@@ -253,7 +249,7 @@ CASES |= {
     "enumerated": _counted(
         lambda p, x, n: sum(F.linear(x[:, i], p["w"]) * k for i, k in enumerate(n.tolist()))  # type: ignore[misc]
     ),
-}  # fmt: skip
+}
 CASES["builtin-abs-and-round"] = replace(CASES["builtin-abs-and-round"], beyond_vmap=False)
 
 
@@ -263,35 +259,57 @@ def _written(values: Any) -> int:
     return int(values.sum())
 
 
-# -- values that compare in a way of their own -----------------------------------------------------
+# -- values that compare in a way of their own ----------------------------------------------------
 
 NAN, INF = math.nan, math.inf
 CASES |= {
     "nan-twice": _read(
         lambda p, x, n: F.linear(x, p["w"]) * (1 if math.isnan(n.item()) else 2),
-        NAN, 1.0, NAN, 1.0, passes=2,
+        NAN,
+        1.0,
+        NAN,
+        1.0,
+        passes=2,
     ),
     "nan-in-an-array": _read(
-        lambda p, x, n: F.linear(x, p["w"]) * float(
-            np.nan_to_num((n[:, None] * torch.ones(2).to(n)).numpy(), nan=7.0).sum()),
-        NAN, 1.0, NAN, 1.0, passes=2,
+        lambda p, x, n: (
+            F.linear(x, p["w"])
+            * float(np.nan_to_num((n[:, None] * torch.ones(2).to(n)).numpy(), nan=7.0).sum())
+        ),
+        NAN,
+        1.0,
+        NAN,
+        1.0,
+        passes=2,
     ),
     "nan-and-infinity-in-an-array": _read(
-        lambda p, x, n: F.linear(x, p["w"]) * float(
-            np.nan_to_num((n[:, None] * torch.ones(2).to(n)).numpy(), nan=7.0, posinf=3.0).sum()),
-        NAN, INF, NAN, INF, passes=2,
+        lambda p, x, n: (
+            F.linear(x, p["w"])
+            * float(
+                np.nan_to_num((n[:, None] * torch.ones(2).to(n)).numpy(), nan=7.0, posinf=3.0).sum()
+            )
+        ),
+        NAN,
+        INF,
+        NAN,
+        INF,
+        passes=2,
     ),
     "zero-and-minus-zero": _read(
         # Equal as numbers, and yet another result.
         lambda p, x, n: F.linear(x, p["w"]) * (2 + math.copysign(1.0, n.item())),
-        0.0, -0.0, 0.0, -0.0, passes=2,
+        0.0,
+        -0.0,
+        0.0,
+        -0.0,
+        passes=2,
     ),
     "true-and-one": _read(
         lambda p, x, n: _double(p, x, yes=bool(n == 1)), 1.0, 0.0, 1.0, 0.0, passes=2
     ),
-}  # fmt: skip
+}
 
-# -- what fails for some examples ---------------------------------------------------------------------
+# -- what fails for some examples -----------------------------------------------------------------
 
 
 def _factor(p: Any, x: Tensor, n: Tensor) -> Tensor:
@@ -318,34 +336,38 @@ CASES |= {
     "other-way-where-vmap-fails": _read(_vectorised_or_not, passes=0, alone=B),
 }
 
-# -- more answers than passes are worth -------------------------------------------------------------
+# -- more answers than passes are worth -----------------------------------------------------------
 
 TEN = tuple(0.1 * i for i in range(1, 11))
 CASES |= {
-    "eight-answers": _read(
-        lambda p, x, n: F.linear(x, p["w"]) * n.item(), *TEN[:8], passes=8
-    ),
+    "eight-answers": _read(lambda p, x, n: F.linear(x, p["w"]) * n.item(), *TEN[:8], passes=8),
     "nine-answers": _read(
         lambda p, x, n: F.linear(x, p["w"]) * n.item(), *TEN[:9], passes=0, alone=9
     ),
     "nine-answers-of-some": _read(
         # Half of the rows answer alike before the others are asked.
         lambda p, x, n: F.linear(x, p["w"]) * (n.item() if n > 0 else 2.0),
-        *TEN[:9], *(-1.0,) * 5, passes=1, alone=9,
+        *TEN[:9],
+        *(-1.0,) * 5,
+        passes=1,
+        alone=9,
     ),
-}  # fmt: skip
+}
 
-# -- what has another shape for each example --------------------------------------------------------
+# -- what has another shape for each example ------------------------------------------------------
 
 DYNAMIC: dict[str, Any] = {"passes": 0, "alone": B}
 CASES |= {
-    "masked-select": _read(lambda p, x, n: _first(F.linear(x, p["w"]), x > n[:, None, None]), **DYNAMIC),
+    "masked-select": _read(
+        lambda p, x, n: _first(F.linear(x, p["w"]), x > n[:, None, None]), **DYNAMIC
+    ),
     "boolean-index": _read(
         lambda p, x, n: F.linear(x[x[..., 0] > n[:, None]], p["w"]).sum(0, keepdim=True), **DYNAMIC
     ),
     "nonzero": _read(
-        lambda p, x, n: F.linear(x[0, (x[0, :, 0] > n[0]).nonzero()[:, 0]], p["w"])
-        .sum(0, keepdim=True),
+        lambda p, x, n: F.linear(x[0, (x[0, :, 0] > n[0]).nonzero()[:, 0]], p["w"]).sum(
+            0, keepdim=True
+        ),
         **DYNAMIC,
     ),
     "where-of-one-argument": _read(
@@ -368,14 +390,14 @@ CASES |= {
         lambda p, x, n: F.linear(x, p["w"]) * torch.bincount(n, minlength=9)[2] + x[..., :4],
         passes=1,
     ),
-}  # fmt: skip
+}
 
 
 def _first(out: Tensor, mask: Tensor) -> Tensor:
     return out.mean((1, 2), keepdim=True) * out.masked_select(mask[..., :4]).sum()
 
 
-# -- what every batch has ---------------------------------------------------------------------------
+# -- what every batch has -------------------------------------------------------------------------
 
 ALIKE: dict[str, Any] = {"passes": 1, "mixes": False, "beyond_vmap": False}
 CASES |= {
@@ -384,7 +406,9 @@ CASES |= {
     "shape": _read(lambda p, x, n: F.linear(x, p["w"]).reshape(x.shape[0], -1), **ALIKE),
     "numel": _read(lambda p, x, n: F.linear(x, p["w"]) / x[0].numel(), **ALIKE),
     "iterated-rows": _read(
-        lambda p, x, n: torch.stack([F.linear(row, p["w"]) * k for row, k in zip(x, n, strict=True)]),
+        lambda p, x, n: torch.stack(
+            [F.linear(row, p["w"]) * k for row, k in zip(x, n, strict=True)]
+        ),
         **ALIKE,
     ),
     "unbound-rows": _read(
@@ -394,17 +418,22 @@ CASES |= {
         lambda p, x, n: torch.stack([F.linear(x[i], p["w"]) * n[i] for i in range(len(x))]), **ALIKE
     ),
     "first-step": _read(lambda p, x, n: F.linear(x[:, 0], p["w"]), **ALIKE),
-    "arange-of-rows": _read(
-        lambda p, x, n: F.linear(x, p["w"])[torch.arange(len(x)), 2], **ALIKE
-    ),
+    "arange-of-rows": _read(lambda p, x, n: F.linear(x, p["w"])[torch.arange(len(x)), 2], **ALIKE),
     "sorted-rows": _read(
         lambda p, x, n: F.linear(x[n.argsort()], p["w"])[n.argsort().argsort()], **ALIKE
     ),
     "dtype-and-device": _read(
-        lambda p, x, n: F.linear(x, p["w"]) if x.dtype.is_floating_point and x.device.type == "cpu"
-        and not x.is_sparse and x.is_contiguous() else x, **ALIKE,
+        lambda p, x, n: (
+            F.linear(x, p["w"])
+            if x.dtype.is_floating_point
+            and x.device.type == "cpu"
+            and not x.is_sparse
+            and x.is_contiguous()
+            else x
+        ),
+        **ALIKE,
     ),
-}  # fmt: skip
+}
 
 
 @case(passes=2, mixes=True, beyond_vmap=True)

@@ -75,9 +75,7 @@ CASES |= {
 }
 CASES |= {
     f"recurrent-{kind}-last-state": _of(
-        lambda layer=layer: _Net(
-            layer(I, H, 2, bidirectional=True, batch_first=True), last=True
-        ),
+        lambda layer=layer: _Net(layer(I, H, 2, bidirectional=True, batch_first=True), last=True),
         unused=True,
     )
     for kind, layer in KINDS.items()
@@ -96,7 +94,7 @@ def recurrent_dropout_in_evaluation(dtype):
     return of_module(net, torch.randn(B, T, I), dtype=dtype)
 
 
-# -- initial states ---------------------------------------------------------------------------------
+# -- initial states -------------------------------------------------------------------------------
 
 
 class _Started(_Net):
@@ -136,7 +134,7 @@ CASES["recurrent-lstm-projected-from-a-learned-state"] = _of(
     lambda: _Started(nn.LSTM(I, H, 2, batch_first=True, proj_size=2), "learned")
 )
 
-# -- what is trained, and what is shared ------------------------------------------------------------
+# -- what is trained, and what is shared ----------------------------------------------------------
 
 
 def _frozen(net: nn.Module, *parts: str) -> nn.Module:
@@ -199,7 +197,7 @@ def recurrent_encoder_and_decoder(dtype):
     return of_module(Net(), torch.randn(B, T, I), torch.randn(B, 4, 2), dtype=dtype)
 
 
-# -- packed -----------------------------------------------------------------------------------------
+# -- packed ---------------------------------------------------------------------------------------
 
 
 class _Packed(_Net):
@@ -283,7 +281,7 @@ def packed_then_pooled(dtype):
     return of_module(net, torch.randn(B, T, I), LENGTHS, dtype=dtype)
 
 
-# -- cells ------------------------------------------------------------------------------------------
+# -- cells ----------------------------------------------------------------------------------------
 
 
 class _Loop(nn.Module):

@@ -38,7 +38,9 @@ PADDED = torch.tensor([[2, 1, 0, 3, 5], [1, 6, 4, 0, 2], [2, 2, 5, 2, 2], [0, 1,
 
 CASES |= {
     f"embedding-{name}": Spec(
-        lambda dtype, options=options: of_module(nn.Embedding(N, D, **options), PADDED, dtype=dtype),
+        lambda dtype, options=options: of_module(
+            nn.Embedding(N, D, **options), PADDED, dtype=dtype
+        ),
         **known,
     )
     for name, options, known in (
@@ -52,8 +54,9 @@ CASES |= {
 CASES |= {
     "embedding-by-name": _of_table(lambda t, ids: F.embedding(weight=t, input=ids)),
     "embedding-of-int32": _of_table(lambda t, ids: F.embedding(ids.int(), t)),
-    "embedding-of-a-vector-of-ids": _of_table(lambda t, ids: F.embedding(ids[0], t)[None],
-                                              mixes=True),
+    "embedding-of-a-vector-of-ids": _of_table(
+        lambda t, ids: F.embedding(ids[0], t)[None], mixes=True
+    ),
     "embedding-of-a-part-of-the-table": _of_table(lambda t, ids: F.embedding(ids % 3, t[2:5])),
     "embedding-of-a-scaled-table": _of_table(lambda t, ids: F.embedding(ids, t * 3.0)),
     "embedding-of-a-concatenated-table": _of_table(
@@ -86,8 +89,10 @@ CASES |= {
     "take-along-dim": _of_table(
         lambda t, ids: torch.take_along_dim(t[None], ids[..., None].expand(-1, -1, D), 1)
     ),
-    "unbound-rows-of-a-table": _of_table(lambda t, ids: torch.stack(t.unbind(0)[:5]) * ids[..., None]),
-}  # fmt: skip
+    "unbound-rows-of-a-table": _of_table(
+        lambda t, ids: torch.stack(t.unbind(0)[:5]) * ids[..., None]
+    ),
+}
 
 
 @case()
@@ -136,10 +141,13 @@ CASES |= {
         ("mean-by-frequency", {"mode": "mean", "scale_grad_by_freq": True}, {}),
         ("sum-by-frequency", {"mode": "sum", "scale_grad_by_freq": True}, {}),
         ("sum-sparse", {"mode": "sum", "sparse": True}, {"beyond_vmap": True}),
-        ("mean-sparse-with-padding", {"mode": "mean", "sparse": True, "padding_idx": 1},
-         {"beyond_vmap": True}),
+        (
+            "mean-sparse-with-padding",
+            {"mode": "mean", "sparse": True, "padding_idx": 1},
+            {"beyond_vmap": True},
+        ),
     )
-}  # fmt: skip
+}
 
 
 def _bags_by_offsets(**options: Any) -> Spec:

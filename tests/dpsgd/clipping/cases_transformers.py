@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` and what is built of it, option by option; attention's function itself."""
+"""``nn.MultiheadAttention`` and what is built of it, option by option; its function itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def randomised(net: nn.Module) -> nn.Module:
     return net
 
 
-# -- nn.MultiheadAttention --------------------------------------------------------------------------
+# -- nn.MultiheadAttention ------------------------------------------------------------------------
 
 
 class _Attention(nn.Module):
@@ -82,9 +82,7 @@ def _mha(
 
 def _cast(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {
-        name: value.to(dtype)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in call.items()
     }
 
@@ -131,7 +129,7 @@ CASES |= {
         key_padding_mask=lambda: torch.randn(B, T),
     ),
     "mha-without-bias": _mha({"bias": False}),
-}  # fmt: skip
+}
 
 
 @case()
@@ -184,7 +182,7 @@ def mha_of_learned_queries(dtype):
     return of_module(Net(), torch.randn(B, T, D), dtype=dtype)
 
 
-# -- layers and stacks ------------------------------------------------------------------------------
+# -- layers and stacks ----------------------------------------------------------------------------
 
 
 class _Padded(nn.Module):
@@ -222,7 +220,9 @@ def _stack(make: Any, *, train: bool, first: bool = True, **known: Any) -> Spec:
 
 
 CASES |= {
-    f"encoder-{name}-{'training' if train else 'evaluation'}": _stack(make, train=train, first=first)
+    f"encoder-{name}-{'training' if train else 'evaluation'}": _stack(
+        make, train=train, first=first
+    )
     for train in (True, False)
     for name, make, first in (
         ("layer", _encoder_layer, True),
@@ -232,7 +232,7 @@ CASES |= {
         ("stack-nested", lambda: _encoder(nested=True), True),
         ("stack-norm-first", lambda: _encoder(norm_first=True, bias=False), True),
     )
-}  # fmt: skip
+}
 
 
 @case()
@@ -282,12 +282,16 @@ CASES |= {
 def transformer(dtype):
     net = nn.Transformer(D, H, 1, 1, 12, dropout=0.0, batch_first=True)
     return of_module(
-        randomised(net), torch.randn(B, S, D), torch.randn(B, T, D), dtype=dtype,
-        tgt_mask=causal(T), tgt_is_causal=True,
-    )  # fmt: skip
+        randomised(net),
+        torch.randn(B, S, D),
+        torch.randn(B, T, D),
+        dtype=dtype,
+        tgt_mask=causal(T),
+        tgt_is_causal=True,
+    )
 
 
-# -- scaled_dot_product_attention itself ------------------------------------------------------------
+# -- scaled_dot_product_attention itself ----------------------------------------------------------
 
 
 def _sdpa(of: Any, *inputs: Any, loss: Any = reduced, **params: tuple[int, ...]) -> Spec:
@@ -329,9 +333,7 @@ CASES |= {
     "sdpa-mask-of-examples-in-three-dimensions": _sdpa(
         lambda p, q, k, v, m: sdpa(q[:, 0], k[:, 0], v[:, 0], ~m[:, None]), padding(T)
     ),
-    "sdpa-numbers-of-examples": _sdpa(
-        lambda p, q, k, v, m: sdpa(q, k, v, m[:, None]), (T, T)
-    ),
+    "sdpa-numbers-of-examples": _sdpa(lambda p, q, k, v, m: sdpa(q, k, v, m[:, None]), (T, T)),
     "sdpa-learned-bias": _sdpa(lambda p, q, k, v: sdpa(q, k, v, p["bias"]), bias=(H, T, T)),
     "sdpa-learned-bias-alike-for-heads": _sdpa(
         lambda p, q, k, v: sdpa(q, k, v, p["bias"]), bias=(T, T)
@@ -375,14 +377,23 @@ CASES |= {
         lambda p, q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 1])[None]
     ),
     "sdpa-memory-alike-for-all": _sdpa(
-        lambda p, q, k, v: k.mean() + sdpa(q, torch.ones(1, H, S, D // H).to(q).cumsum(2), v[:, :, :1]
-                                           .expand(-1, -1, S, -1) * torch.arange(S)[:, None].to(q))
+        lambda p, q, k, v: (
+            k.mean()
+            + sdpa(
+                q,
+                torch.ones(1, H, S, D // H).to(q).cumsum(2),
+                v[:, :, :1].expand(-1, -1, S, -1) * torch.arange(S)[:, None].to(q),
+            )
+        )
     ),
-}  # fmt: skip
+}
 for _name in (
-    "sdpa-of-one-sequence", "sdpa-of-one-head-of-one-sequence",
-    "sdpa-learned-queries-without-a-batch", "sdpa-memory-alike-for-all", "mha-mask-of-heads",
-):  # fmt: skip
+    "sdpa-of-one-sequence",
+    "sdpa-of-one-head-of-one-sequence",
+    "sdpa-learned-queries-without-a-batch",
+    "sdpa-memory-alike-for-all",
+    "mha-mask-of-heads",
+):
     CASES[_name] = replace(CASES[_name], mixes=True)
 # vmap cannot run the fused kernel with a bias that has a gradient.
 for _name in ("sdpa-learned-bias-alike-for-heads", "sdpa-learned-bias-and-padding"):

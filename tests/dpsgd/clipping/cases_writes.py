@@ -24,7 +24,7 @@ def _of(of: Of, **known: Any) -> Spec:
     return of_function(of, W, (T, 5), **known)
 
 
-# -- tensors that the loss makes --------------------------------------------------------------------
+# -- tensors that the loss makes ------------------------------------------------------------------
 
 
 def _slices(p: Any, x: Tensor) -> Tensor:
@@ -112,8 +112,11 @@ def _scattered(p: Any, x: Tensor) -> Tensor:
 
 def _put(p: Any, x: Tensor) -> Tensor:
     out = torch.zeros(len(x), 5, dtype=x.dtype)
-    out.index_put_((torch.arange(len(x))[:, None], torch.tensor([[0, 2, 0]])),
-                   F.linear(x, p["w"])[..., 0], accumulate=True)  # fmt: skip
+    out.index_put_(
+        (torch.arange(len(x))[:, None], torch.tensor([[0, 2, 0]])),
+        F.linear(x, p["w"])[..., 0],
+        accumulate=True,
+    )
     return out
 
 
@@ -205,9 +208,7 @@ CASES |= {
     "written-total": _of(_total, **WIDE, mixes=True),
     "written-total-of-one": _of(_total_of_one, **WIDE, mixes=True),
     "written-penalty": _of(_penalty, beyond_vmap=True),
-    "written-penalty-and-loss": _of(
-        _penalty_of_parameters_then_of_the_example, **WIDE, mixes=True
-    ),
+    "written-penalty-and-loss": _of(_penalty_of_parameters_then_of_the_example, **WIDE, mixes=True),
     "written-by-scatter": _of(_scattered, **WIDE),
     "written-by-index-put": _of(_put, **WIDE),
     "written-mask": _of(_masked, **WIDE),
@@ -223,7 +224,7 @@ CASES |= {
     "written-by-another-view": _of(_same_memory),
 }
 
-# -- the batch itself -------------------------------------------------------------------------------
+# -- the batch itself -----------------------------------------------------------------------------
 
 
 def _scaled_batch(p: Any, x: Tensor) -> Tensor:
@@ -252,14 +253,18 @@ CASES |= {
     "batch-scaled-in-place": _of(_scaled_batch),
     # Whatever runs again must find the batch as it was.
     "batch-scaled-in-place-then-a-branch": of_function(
-        _scaled_then_a_branch, W, torch.linspace(-3, 2, B * T * 5).view(B, T, 5), passes=2,
-        mixes=True, beyond_vmap=True,
+        _scaled_then_a_branch,
+        W,
+        torch.linspace(-3, 2, B * T * 5).view(B, T, 5),
+        passes=2,
+        mixes=True,
+        beyond_vmap=True,
     ),
     "batch-scaled-in-place-then-a-write": _of(_scaled_then_a_write, **WIDE),
     "batch-masked-in-place": _of(_masked_tokens, beyond_vmap=True),
 }
 
-# -- what outlives the call -------------------------------------------------------------------------
+# -- what outlives the call -----------------------------------------------------------------------
 
 
 class _Kept(nn.Module):
@@ -287,7 +292,9 @@ def _kept(write: Callable[[Any, Tensor, Tensor], Any], **known: Any) -> Spec:
     )
 
 
-def _assign(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor, Tensor], None]:
+def _assign(
+    name: str, value: Callable[[Any, Tensor], Any]
+) -> Callable[[Any, Tensor, Tensor], None]:
     return lambda self, x, out: setattr(self, name, value(self, x))
 
 
@@ -302,8 +309,9 @@ def _without_gradients(self: Any, x: Tensor, out: Tensor) -> None:
 
 OUTLIVES = "outlives"
 CASES |= {
-    "keeps-a-running-mean": _kept(_in_place("mean", lambda m, x: m.lerp_(x.mean((0, 1)), 0.1)),
-                                  refused=OUTLIVES),
+    "keeps-a-running-mean": _kept(
+        _in_place("mean", lambda m, x: m.lerp_(x.mean((0, 1)), 0.1)), refused=OUTLIVES
+    ),
     "keeps-a-running-mean-without-gradients": _kept(_without_gradients, refused=OUTLIVES),
     "keeps-a-mean-by-data": _kept(
         lambda self, x, out: setattr(self.mean, "data", x.mean((0, 1))), refused=OUTLIVES
@@ -355,7 +363,7 @@ CASES |= {
     "caches-a-normalised-weight": _kept(
         _assign("seen", lambda self, x: self.out.weight.detach() / self.out.weight.norm())
     ),
-}  # fmt: skip
+}
 
 
 @case(refused=OUTLIVES)

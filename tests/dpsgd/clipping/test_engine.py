@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from opake_lightning import _functorch as _torch
+from opake_lightning import _functorch
 from tests.dpsgd.clipping.case import (
     BOTH,
     DOUBLE,
@@ -154,7 +154,7 @@ def test_what_has_no_right_result_is_refused(name, dtype):
         clipped(case, 1.0)
 
 
-# -- the same with less to go by -------------------------------------------------------------------
+# -- the same with less to go by ------------------------------------------------------------------
 
 
 def equals_a_loop(case: Case, **options: Any) -> None:
@@ -174,6 +174,6 @@ def test_without_rules_it_equals_a_loop(name, dtype):
 @over(DOUBLE, refused=False)
 def test_without_torch_s_private_names_it_equals_a_loop(name, dtype, monkeypatch):
     spec = CASES[name]
-    monkeypatch.setattr(_torch, "_C", None)
+    monkeypatch.setattr(_functorch, "_C", None)
     with quiet(spec, alone=spec.beyond_vmap):
         equals_a_loop(build(name, spec, dtype))

@@ -47,7 +47,9 @@ def _forms() -> dict[str, Gradients]:
         "rows": Rows(ids, normal(3, 6, 4), 5),
         "two outers": total([_outer(normal(3, 2, 4), normal(3, 2, 6)) for _ in range(2)]),
         "two dense": total([Dense(normal(3, 2, 5)) for _ in range(2)]),
-        "outer and dense": total([_outer(normal(3, 2, 4), normal(3, 2, 6)), Dense(normal(3, 4, 6))]),
+        "outer and dense": total(
+            [_outer(normal(3, 2, 4), normal(3, 2, 6)), Dense(normal(3, 4, 6))]
+        ),
         "tied": total([Rows(ids, normal(3, 6, 4), 5), _outer(normal(3, 2, 5), normal(3, 2, 4))]),
         "slices": total(
             [Pulled(Dense(normal(3, 3, 4)), half, leaf, isometric=True) for half in halves]

@@ -25,7 +25,7 @@ def plain(w: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, w).sin().sum(1)
 
 
-# -- the size of a microbatch -----------------------------------------------------------------------
+# -- the size of a microbatch ---------------------------------------------------------------------
 
 
 def test_the_choice_of_a_microbatch_is_kept():
@@ -67,7 +67,7 @@ def test_where_an_example_takes_much_a_microbatch_is_small(monkeypatch):
     assert distance(grads.pytree, looped(plain, W, X, 1.0)) < 1e-6
 
 
-# -- caution ----------------------------------------------------------------------------------------
+# -- caution --------------------------------------------------------------------------------------
 
 
 def test_the_caution_that_a_loss_takes_is_kept():
@@ -90,7 +90,7 @@ def test_the_caution_that_a_loss_takes_is_kept():
     assert count.tries == 1
 
 
-# -- what is said -----------------------------------------------------------------------------------
+# -- what is said ---------------------------------------------------------------------------------
 
 
 def _alone(w: Tensor, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_that_rows_run_alone_is_said_once_and_where():
     grad_fn, state = clipped_grad(_alone, clipping_norm=1.0)
     with pytest.warns(UserWarning, match="one example at a time") as told:
         grads, state = grad_fn(W, X, state=state)
-        grad_fn(W, X, state=state)
+    grad_fn(W, X, state=state)  # again would be an error
     assert len(told) == 1
     message = str(told[0].message)
     assert "__getitem__" in message
@@ -139,7 +139,7 @@ def test_parameters_that_no_example_moves_are_named_once():
     params = {"w": W, "target": W.clone()}
     with pytest.warns(UserWarning, match="no example's loss has a gradient for target") as told:
         _, state = grad_fn(params, X, state=state)
-        grad_fn(params, X, state=state)
+    grad_fn(params, X, state=state)
     assert len(told) == 1
 
 
@@ -176,11 +176,11 @@ def test_an_error_of_the_loss_s_own_comes_out_as_it_is():
         raise KeyError("of the loss")
 
     grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0)
-    with pytest.warns(UserWarning), pytest.raises(KeyError, match="of the loss"):
+    with pytest.raises(KeyError, match="of the loss"):
         grad_fn(W, X, state=state)
 
 
-# -- auxiliary outputs ------------------------------------------------------------------------------
+# -- auxiliary outputs ----------------------------------------------------------------------------
 
 
 def _with_numbers(kind: str) -> Any:
@@ -211,32 +211,44 @@ def test_auxiliary_outputs_are_in_the_order_of_the_batch(kind, microbatch):
     (grads, aux), _ = clipped(case, 1.0, has_aux=True, microbatch_size=microbatch)
     assert aux["number"].tolist() == numbers.tolist()
     torch.testing.assert_close(aux["out"][0], F.linear(X, W))
-    want = torch.stack([_with_numbers(kind)(W, (X[i : i + 1], numbers[i : i + 1]))[0].reshape(())
-                        for i in range(10)])  # fmt: skip
+    want = torch.stack(
+        [
+            _with_numbers(kind)(W, (X[i : i + 1], numbers[i : i + 1]))[0].reshape(())
+            for i in range(10)
+        ]
+    )
     torch.testing.assert_close(aux["out"][1], want)
     # Norms, too.
-    alone = [clipped(Case(case.params, lambda p, b: case.loss_fn(p, b)[0],
-                          (X[i : i + 1], numbers[i : i + 1])), 1.0)[0].report.norms
-             for i in range(10)]  # fmt: skip
+    alone = [
+        clipped(
+            Case(
+                case.params, lambda p, b: case.loss_fn(p, b)[0], (X[i : i + 1], numbers[i : i + 1])
+            ),
+            1.0,
+        )[0].report.norms
+        for i in range(10)
+    ]
     torch.testing.assert_close(grads.report.norms, torch.cat(alone, 1))
 
 
 def test_auxiliary_outputs_have_no_graph():
-    grad_fn, state = clipped_grad(lambda w, x: (plain(w, x), F.linear(x, w)), clipping_norm=1.0,
-                                  has_aux=True)  # fmt: skip
+    grad_fn, state = clipped_grad(
+        lambda w, x: (plain(w, x), F.linear(x, w)), clipping_norm=1.0, has_aux=True
+    )
     (_, aux), _ = grad_fn(W, X, state=state)
     assert not aux.requires_grad
 
 
 @pytest.mark.parametrize("aux", [lambda x: x.sum(0), lambda x: x[0], lambda x: x.mean()])
 def test_an_auxiliary_output_without_rows_gets_them(aux):
-    grad_fn, state = clipped_grad(lambda w, x: (plain(w, x), aux(x)), clipping_norm=1.0,
-                                  has_aux=True)  # fmt: skip
+    grad_fn, state = clipped_grad(
+        lambda w, x: (plain(w, x), aux(x)), clipping_norm=1.0, has_aux=True
+    )
     (_, got), _ = grad_fn(W, X, state=state)
     torch.testing.assert_close(got, torch.stack([aux(X[i : i + 1]) for i in range(10)]))
 
 
-# -- what stays behind ------------------------------------------------------------------------------
+# -- what stays behind ----------------------------------------------------------------------------
 
 
 def test_nothing_is_written_to_grad():
@@ -258,7 +270,7 @@ def test_nothing_is_written_to_grad():
 def test_a_trace_of_a_loss_that_fails_is_no_trace_of_the_next():
     """An error half-way through leaves no mode and no transform behind."""
     grad_fn, state = clipped_grad(lambda w, x: F.linear(x, w.T).sum(1), clipping_norm=1.0)
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         grad_fn(W, X, state=state)
     grad_fn, state = clipped_grad(plain, clipping_norm=1.0)
     assert distance(grad_fn(W, X, state=state)[0].pytree, looped(plain, W, X, 1.0)) < 1e-6

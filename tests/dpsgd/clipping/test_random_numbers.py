@@ -165,7 +165,7 @@ def _layer_drop(p: Any, x: Tensor, taken: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_a_branch_on_what_was_drawn_is_taken_as_often_as_it_should():
-    """If parts drew again, the rarer way would be taken too seldom, or by rows that drew the other."""
+    """If parts drew again, the rarer way would be taken too seldom."""
     torch.manual_seed(1)
     drawn = torch.cat([equals_what_was_drawn(_layer_drop) for _ in range(50)])
     share = float((drawn < 0.25).double().mean())

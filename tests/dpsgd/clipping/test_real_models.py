@@ -1,4 +1,4 @@
-"""Models of transformers, peft and timm, built from a config: nothing is downloaded. And small ones.
+"""Models of transformers, peft and timm, built from a config: nothing is downloaded.
 
 Each is called as its users call it, padding masks and mean losses included, with its own parameters
 in place, and takes two passes at most: one more where Python asks whether a mask masks anything.
@@ -66,7 +66,7 @@ def equals_a_loop(case: Case, *, tolerance: float = 1e-10, passes: int = 2) -> N
                 assert count.passes <= passes
 
 
-# -- transformers -----------------------------------------------------------------------------------
+# -- transformers ---------------------------------------------------------------------------------
 
 
 def _ids() -> Tensor:
@@ -247,9 +247,7 @@ def test_by_functional_call_it_equals_a_loop():
     def loss_fn(params: Any, batch: Any) -> Tensor:
         ids, kept, labels = batch
         inputs = {"input_ids": ids, "attention_mask": kept}
-        return F.cross_entropy(
-            torch.func.functional_call(net, params, (), inputs).logits, labels
-        )
+        return F.cross_entropy(torch.func.functional_call(net, params, (), inputs).logits, labels)
 
     equals_a_loop(Case(params, loss_fn, (*_padded(), _labels())))
 
@@ -296,7 +294,7 @@ def test_adapters_with_magnitudes_equal_a_loop():
     equals_a_loop(_case(net, _next_token, _padded()))
 
 
-# -- timm -------------------------------------------------------------------------------------------
+# -- timm -----------------------------------------------------------------------------------------
 
 
 def _timm_resnet() -> nn.Module:
@@ -320,7 +318,7 @@ def test_a_model_of_timm_equals_a_loop(make):
     equals_a_loop(_case(make(), lambda net, b: F.cross_entropy(net(b[0]), b[1]), batch), passes=1)
 
 
-# -- small ones -------------------------------------------------------------------------------------
+# -- small ones -----------------------------------------------------------------------------------
 
 
 class _UNet(nn.Module):

@@ -1,4 +1,4 @@
-"""Model cases through ``Trainer.fit``: without noise, a step of SGD is the clipped mean of the loop."""
+"""Model cases through ``Trainer.fit``: a step of SGD without noise is the loop's clipped mean."""
 
 from __future__ import annotations
 
@@ -93,10 +93,16 @@ def step_of(case: Case, bound: float, path: Path) -> list[Tensor]:
     module = _Module(case, bound)
     before = [leaf.detach().double().clone() for leaf in module.leaves]
     trainer = pl.Trainer(
-        default_root_dir=path, accelerator="cpu", devices=1, strategy=OpakeDDP(), max_steps=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=path,
+        accelerator="cpu",
+        devices=1,
+        strategy=OpakeDDP(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     rows = _Rows(own(case.batch), case.size)
     trainer.fit(module, PoissonLoader(rows, batch_size=case.size, collate_fn=_collate))
     assert trainer.global_step == module.privacy_spent().n_steps == 1
@@ -124,8 +130,9 @@ def test_everything_is_drawn():
         _Rows(case.batch, case.size), batch_size=case.size, collate_fn=_collate, key=key(1)
     )
     assert len(next(iter(loader))[0]) == case.size
-    assert torch.equal(_collate([rows_of(case.batch, i, i + 1) for i in range(4)])[0][:, 0],
-                       case.batch[0])  # fmt: skip
+    assert torch.equal(
+        _collate([rows_of(case.batch, i, i + 1) for i in range(4)])[0][:, 0], case.batch[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
