@@ -518,11 +518,11 @@ def _hooked(register: Callable[[nn.Module], Any]) -> Callable[[torch.dtype], Cas
 CASES |= {
     "full-backward-hook": Spec(
         _hooked(lambda layer: layer.register_full_backward_hook(lambda m, a, b: (2 * a[0],))),
-        **ALONE,
+        refused="has a backward hook",
     ),
     "full-backward-pre-hook": Spec(
         _hooked(lambda layer: layer.register_full_backward_pre_hook(lambda m, dy: (2 * dy[0],))),
-        **ALONE,
+        refused="has a backward hook",
     ),
     "forward-hook": Spec(_hooked(lambda layer: layer.register_forward_hook(lambda m, a, y: 2 * y))),
     "forward-pre-hook": Spec(

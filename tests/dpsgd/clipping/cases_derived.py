@@ -364,6 +364,7 @@ DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 KNOWN: dict[str, dict[str, Any]] = {
     "by-fourier": {"caution": 2},
+    "filled": {"beyond_vmap": True},
     # Without torch's private names, a parameter's value cannot be told from an example's.
     "with-a-branch": {"beyond_vmap": True},
     "with-an-item": {"beyond_vmap": True},
