@@ -51,21 +51,20 @@ WRONG = {
     "a list": (lambda loss: [loss], "one loss per example"),
     "a dict": (lambda loss: {"loss": loss}, "one loss per example"),
     "a column": (lambda loss: loss[:, None], r"shape \(\d+, 1\)"),
-    "three things": (lambda loss: (loss, {}, 1), "tuple of 3.*losses alone"),
+    "three things": (lambda loss: (loss, {}, 1), "tuple of 3.*loss alone"),
     "integers": (lambda loss: loss.long(), r"dtype torch\.int64"),
     "booleans": (lambda loss: loss > 0, r"dtype torch\.bool"),
     "complex numbers": (lambda loss: loss + 0j, r"dtype torch\.complex64"),
-    "detached": (lambda loss: loss.detach(), "depend on no trainable parameter"),
-    "constants": (lambda loss: torch.zeros(len(loss)), "depend on no trainable parameter"),
+    "detached": (lambda loss: loss.detach(), "depends on no trainable parameter"),
+    "constants": (lambda loss: torch.zeros(len(loss)), "depends on no trainable parameter"),
 }
 
 
-@pytest.mark.parametrize("engine", ["auto", "vmap"])
 @pytest.mark.parametrize("name", WRONG)
-def test_losses_that_have_no_gradient_of_their_own(name, engine, tmp_path):
+def test_losses_that_have_no_gradient_of_their_own(name, tmp_path):
     """Left alone, the last five train on noise and spend as much as any other run."""
     of, match = WRONG[name]
-    refused(tmp_path, match, module=Returns(of, plan(engine=engine)))
+    refused(tmp_path, match, module=Returns(of))
 
 
 def test_losses_without_a_gradient_under_correlated_noise(tmp_path):
@@ -82,12 +81,12 @@ def test_losses_without_a_gradient_under_correlated_noise(tmp_path):
     ids=["twice", "none"],
 )
 def test_more_or_fewer_losses_than_examples(of, match, tmp_path):
-    refused(tmp_path, match, module=Returns(of), error=ValueError)
+    refused(tmp_path, match, module=Returns(of))
 
 
 def test_auxiliary_output_that_is_no_tensor(tmp_path):
     module = Returns(lambda loss: (loss, {"a": 1.0}))
-    refused(tmp_path, "aux must hold tensors", module=module, error=TypeError)
+    refused(tmp_path, "aux must hold tensors", module=module)
 
 
 def test_a_later_loss_may_be_constant(tmp_path):
@@ -323,6 +322,14 @@ class With(Net):
     def __init__(self, change, privacy=None):
         super().__init__(privacy)
         change(self)
+
+    def per_example_loss(self, batch):
+        """With what only some changes bring, so that it has a gradient."""
+        loss = super().per_example_loss(batch)
+        brought = [getattr(self, name, None) for name in ("own", "other")]
+        return loss + sum(
+            (p - 1).float().square().sum() for p in brought if p is not None and p.requires_grad
+        )
 
 
 def own(value, **options):
