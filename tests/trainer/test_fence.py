@@ -198,12 +198,13 @@ def test_limits_of_the_trainer_skip_nothing(limits, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:clipping one example at a time:UserWarning")
-def test_the_end_of_an_iterator_in_the_loss_is_no_step_without_noise(tmp_path):
+@pytest.mark.parametrize("privacy", [None, NonPrivate()])
+def test_the_end_of_an_iterator_in_the_loss_is_no_step_without_noise(privacy, tmp_path):
     class Ends(Net):
         def per_example_loss(self, batch):
             raise StopIteration
 
-    module = Ends()
+    module = Ends(privacy)
     with pytest.raises(RuntimeError, match="StopIteration"):
         make_trainer(tmp_path).fit(module, make_loader())
     assert module.privacy_spent().n_steps == 0
