@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from opake_lightning import _functorch
 from opake_lightning._functorch import outside
-from opake_lightning.dpsgd.clipping._tape import CHECKS, Caution, Retry, Tape, place_of
+from opake_lightning.dpsgd.clipping._entries import CHECKS, Caution, Retry
+from opake_lightning.dpsgd.clipping._functions import place_of
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 

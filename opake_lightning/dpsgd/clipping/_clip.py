@@ -16,9 +16,9 @@ from torch import Tensor
 
 from opake_lightning._tree import in_float64
 from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
+from opake_lightning.dpsgd.clipping._entries import Draws, Retry, Split, WritesToBatch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._pass import Alone, Pass, run_alone, run_pass
-from opake_lightning.dpsgd.clipping._tape import Draws, Retry, Split, WritesToBatch
 from opake_lightning.errors import PrivacyError
 
 __all__ = ["Engine"]

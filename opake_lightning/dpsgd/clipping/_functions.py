@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any, cast
 
@@ -10,7 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import resolve_name
 
-__all__ = ["INDEXING", "IN_FLOAT32", "RANDOM", "VIEWS", "body_of", "is_basic", "name_of", "writes"]
+__all__ = [
+    "INDEXING",
+    "IN_FLOAT32",
+    "RANDOM",
+    "VIEWS",
+    "body_of",
+    "in_float32",
+    "is_basic",
+    "name_of",
+    "place_of",
+    "tensors_in",
+    "writes",
+]
 
 _bodies: dict[Any, Any] = {}
 _writers: dict[Any, bool] = {}
@@ -128,3 +142,32 @@ def is_basic(index: Any) -> bool:
     if isinstance(index, slice):
         return all(end is None or type(end) is int for end in (index.start, index.stop, index.step))
     return index is None or index is ... or type(index) is int
+
+
+def in_float32(value: Any) -> Any:
+    """What autocast makes of the arguments of a function that runs in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, (tuple, list)):
+        return type(value)([in_float32(item) for item in cast("Iterable[Any]", value)])
+    if isinstance(value, dict):
+        return {k: in_float32(item) for k, item in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def place_of(func: Any) -> str:
+    """A function, and the line of the user's code that called it."""
+    frame: Any = cast("Any", sys)._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "opake_lightning", "optree", "contextlib"):
+            return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        frame = frame.f_back
+    return name_of(func)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a tuple or list."""
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [item for item in cast("Iterable[Any]", value) if isinstance(item, Tensor)]

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any, cast, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from opake_lightning._tree import wide
 
 __all__ = [
     "FORMED_FROM",
-    "Alike",
     "Dense",
     "Gradients",
     "Outer",
@@ -34,6 +33,7 @@ __all__ = [
     "Pulled",
     "Rows",
     "Sum",
+    "by_example",
     "squared_norms",
     "total",
 ]
@@ -49,9 +49,6 @@ FORMED_FROM = 16
 _GRAM_COST = 4
 # Elements of gradients so small that calls take longer than what is computed.
 _SMALL = 1 << 14
-
-# One launch for all parameters.
-_foreach_add_: Callable[..., None] = cast("Any", torch)._foreach_add_
 
 
 class Gradients(ABC):
@@ -145,7 +142,7 @@ class Places(Gradients):
 
     def dense(self, rows: slice) -> Tensor:
         """The gradients of some examples."""
-        return _wide(_by_example(self.values, self.size, self.shape)[rows]).sum(1)
+        return _wide(by_example(self.values, self.size, self.shape)[rows]).sum(1)
 
     def formed(self) -> Dense | None:
         """All of them, unless they are so small that others of their kind wait for them."""
@@ -178,12 +175,12 @@ class Outer(Gradients):
     @cached_property
     def a(self) -> Tensor:
         """Shape [size, T, rows of the matrix]."""
-        return _wide(_by_example(self._raw[0], self.size, self._matrix[:1]))
+        return _wide(by_example(self._raw[0], self.size, self._matrix[:1]))
 
     @cached_property
     def b(self) -> Tensor:
         """Shape [size, T, columns of the matrix]."""
-        return _wide(_by_example(self._raw[1], self.size, self._matrix[1:]))
+        return _wide(by_example(self._raw[1], self.size, self._matrix[1:]))
 
     def dense(self, rows: slice) -> Tensor:
         """The gradients of some examples."""
@@ -472,7 +469,7 @@ def _add_weighted(values: Tensor, factors: Tensor, out: Tensor) -> None:
         total[columns].addmv_(rows[:, columns].double().t(), factors)
 
 
-def _by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
+def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
     """Shape [size, T, *shape], T all places of an example."""
     places = values.numel() // max(1, size * shape.numel())
     if not values.numel():
@@ -483,41 +480,3 @@ def _by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
 def _wide(values: Tensor) -> Tensor:
     kind = wide(values.dtype)
     return values if values.dtype == kind else values.to(kind)
-
-
-@final
-class Alike:
-    """Gradients of several leaves that are of one :meth:`Gradients.kind`, looked at together.
-
-    A network of hundreds of small layers spends its time on calls, not on numbers.
-    """
-
-    def __init__(self, members: Sequence[Gradients]) -> None:
-        self.members = members
-        self._all = self._stacked()
-
-    def _stacked(self) -> Dense | Outer:
-        """All members as one, leaf after leaf."""
-        first, n = self.members[0], len(self.members)
-        if isinstance(first, Outer):
-            return Outer.of_all(cast("Sequence[Outer]", self.members))
-        values = torch.stack([cast("Dense | Places", m).values for m in self.members])
-        if isinstance(first, Dense):
-            return Dense(values.flatten(0, 1))
-        return Dense(_wide(_by_example(values, n * first.size, first.shape)).sum(1))
-
-    def squared_norms(self) -> Tensor:
-        """Squared L2 norms, float64, shape [members, size]."""
-        return self._all.squared_norms().view(len(self.members), -1)
-
-    def add_weighted(self, factors: Tensor, outs: Sequence[Tensor]) -> None:
-        """Add each member's sum, weighted by its row of ``factors``, to its tensor of ``outs``."""
-        n, one = len(self.members), self._all
-        if isinstance(one, Dense):
-            sums = torch.bmm(factors[:, None], one.values.view(n, factors.shape[1], -1).double())
-        else:
-            a = one.a.double() * factors.reshape(-1, 1, 1)
-            a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, one.b.double()))
-            sums = torch.bmm(a.mT, b)
-        shape = self.members[0].shape
-        _foreach_add_(list(outs), [each.view(shape) for each in sums.unbind()])

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from opake_lightning.dpsgd.clipping._entries import NoRule, Retry, rule_for
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients
 from opake_lightning.dpsgd.clipping._pass import Alone, run_pass
-from opake_lightning.dpsgd.clipping._tape import NoRule, Retry, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__ = ["check_rule", "per_example_rule"]
 

@@ -15,17 +15,11 @@ from opake_lightning import _functorch
 from opake_lightning.dpsgd.clipping import _checks as _checks
 from opake_lightning.dpsgd.clipping import _reads as _reads
 from opake_lightning.dpsgd.clipping import _rules as _rules
+from opake_lightning.dpsgd.clipping._alike import Alike
+from opake_lightning.dpsgd.clipping._entries import CHECKS, Caution, Computed, Draws, Retry, Use
 from opake_lightning.dpsgd.clipping._fence import Fence
-from opake_lightning.dpsgd.clipping._gradients import Alike, Dense, Gradients, Pulled, total
-from opake_lightning.dpsgd.clipping._tape import (
-    CHECKS,
-    Caution,
-    Computed,
-    Draws,
-    Retry,
-    Tape,
-    Use,
-)
+from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Pulled, total
+from opake_lightning.dpsgd.clipping._tape import Tape
 from opake_lightning.errors import PrivacyError
 
 __all__ = ["Alone", "Loss", "Pass", "run_alone", "run_pass"]

@@ -15,19 +15,33 @@ an adapter was added to. All others are *constants*, the same for all examples.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from opake_lightning import _functorch
 from opake_lightning._functorch import outside
+from opake_lightning.dpsgd.clipping._draws import drawn_as_before
+from opake_lightning.dpsgd.clipping._entries import (
+    BODIES,
+    CHECKS,
+    OF_COPIES,
+    ROW_WISE,
+    RULES,
+    Caution,
+    Computed,
+    Draws,
+    NoData,
+    NoRule,
+    Retry,
+    Rule,
+    Use,
+    WritesToBatch,
+)
 from opake_lightning.dpsgd.clipping._fence import Fence, memory_of
 from opake_lightning.dpsgd.clipping._functions import (
     IN_FLOAT32,
@@ -35,138 +49,16 @@ from opake_lightning.dpsgd.clipping._functions import (
     RANDOM,
     VIEWS,
     body_of,
+    in_float32,
     is_basic,
-    name_of,
+    place_of,
+    tensors_in,
     writes,
 )
 from opake_lightning.dpsgd.clipping._gradients import Gradients, Outer, Places
 from opake_lightning.errors import PrivacyError
 
-__all__ = [
-    "Caution",
-    "Computed",
-    "Draws",
-    "NoRule",
-    "Retry",
-    "Split",
-    "Tape",
-    "Use",
-    "WritesToBatch",
-    "rule_for",
-]
-
-Rule = Callable[..., Any]
-# From torch function to rule, and to what looks at a call before anything else does.
-RULES: dict[Any, Rule] = {}
-CHECKS: dict[Any, Callable[..., Any]] = {}
-# Functions in other words, which have rules.
-BODIES: dict[Any, Callable[..., Any]] = {}
-# What stands in for functions that torch.func.vmap gets wrong if a parameter is batched.
-OF_COPIES: dict[Any, Callable[..., Any]] = {}
-# Functions whose rule is better than vmap's own way even where no parameter is in it.
-ROW_WISE: set[Any] = set()
-
-
-def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
-    """Make the decorated function the rule of ``funcs``; ``row_wise``: also without parameters."""
-
-    def decorate(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(funcs, rule))
-        if row_wise:
-            ROW_WISE.update(funcs)
-        return rule
-
-    return decorate
-
-
-class NoRule(Exception):  # noqa: N818  (nothing is wrong: the use gets an expanded view)
-    """The rule does not cover this call."""
-
-
-class _NoData(NoRule):
-    """The call is of parameters and constants alone."""
-
-
-class Split(BaseException):
-    """The loss asked for a Python value, and examples differ in it.
-
-    No ``Exception``: a loss that catches those must not catch this one.
-
-    Attributes:
-        values: One for each row, equal where rows may stay together.
-        place: Which function asked, and where.
-        by_chance: Whether the values may depend on random numbers, which parts must then repeat.
-    """
-
-    def __init__(self, values: list[Any], place: str, *, by_chance: bool) -> None:
-        super().__init__(place)
-        self.values, self.place, self.by_chance = values, place, by_chance
-
-
-class Caution:
-    """How a pass runs; what a loss turns out to need is tried again with more of it."""
-
-    NONE = 0
-    #: Constants that the loss makes get memory of their own for each example, to be written to.
-    WIDE = 1
-    #: No rules either: the loss takes gradients of its own, or writes to what it computed.
-    NO_RULES = 2
-
-
-class WritesToBatch(BaseException):
-    """The loss is about to write to its batch, which another pass may need as it is."""
-
-
-class Retry(BaseException):
-    """The pass has to run again with more caution."""
-
-    def __init__(self, caution: int) -> None:
-        super().__init__()
-        self.caution = caution
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The rows of a part within the batch it was split from.
-
-    Attributes:
-        whole: Number of rows of the batch.
-        rows: Which of them are in the part, an index tensor.
-    """
-
-    whole: int
-    rows: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A parameter: a leaf, or a tensor computed of leaves and constants.
-
-    Attributes:
-        tensor: The tensor. Kept, so that no other gets its id.
-        leaves: Numbers of the leaves that it depends on.
-        isometric: Whether it holds elements of one leaf, each at most once.
-    """
-
-    tensor: Tensor
-    leaves: frozenset[int]
-    isometric: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One operation with parameters in it.
-
-    Attributes:
-        name: Of the operation.
-        gradients: For each parameter in it, how to get the examples' gradients from the gradient
-            of the output.
-        inputs: Tensors that this needs, with the version each had.
-    """
-
-    name: str
-    gradients: tuple[tuple[Computed, Callable[[Tensor], Gradients]], ...]
-    inputs: tuple[tuple[Tensor, int], ...]
+__all__ = ["Tape"]
 
 
 class Tape(TorchFunctionMode):
@@ -205,7 +97,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.batch = {memory_of(t) for t in batch if t.numel()}
         self.leaves, self.size, self.fence = list(leaves), size, fence
-        self.caution, self._draws, self._wide = caution, draws, wide
+        self.caution, self.draws, self._wide = caution, draws, wide
         self.uses: list[Use | None] = []
         self.counts = [0] * len(leaves)
         self.kept_bytes = 0
@@ -260,7 +152,7 @@ class Tape(TorchFunctionMode):
         if self._drew or func in RANDOM:
             self._drew = True
             if func in RANDOM or self.is_random(args) or self.is_random(kwargs.values()):
-                for value in (out,) if isinstance(out, Tensor) else _tensors(out):
+                for value in (out,) if isinstance(out, Tensor) else tensors_in(out):
                     value._opake_random = True  # type: ignore[attr-defined]
         return out
 
@@ -295,14 +187,14 @@ class Tape(TorchFunctionMode):
                 pass
         if writes(func) or "out" in kwargs:
             self._check_write(func, args, kwargs)
-        if self._draws is not None and func in RANDOM:
-            return self._drawn_as_before(func, args, kwargs)
+        if self.draws is not None and func in RANDOM:
+            return drawn_as_before(self, func, args, kwargs)
         out = self._run(func, args, kwargs)
         return self._own_memory(out, args) if self.caution else out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._narrow and func in IN_FLOAT32:
-            args, kwargs = _in_float32(args), _in_float32(kwargs)
+            args, kwargs = in_float32(args), in_float32(kwargs)
         body = body_of(func)
         if body is None:
             return func(*args, **kwargs)
@@ -336,7 +228,7 @@ class Tape(TorchFunctionMode):
         if rule is not None:
             try:
                 return self.by_rule(rule, func, args, kwargs)
-            except _NoData:
+            except NoData:
                 return self._compute(func, args, kwargs)
             except (NoRule, TypeError, IndexError, AttributeError):
                 pass  # arguments that the rule does not have; if they are wrong, torch says so
@@ -402,7 +294,7 @@ class Tape(TorchFunctionMode):
             args = [physical(arg) for arg in args]
             kwargs = {name: physical(value) for name, value in kwargs.items()}
             if not data:
-                raise _NoData
+                raise NoData
             before, self._data = self._data, data
             try:
                 out = rule(self, func, *args, **kwargs)
@@ -554,7 +446,7 @@ class Tape(TorchFunctionMode):
         leaves = frozenset[int]().union(*[k.leaves for k in known])
         isometric = func in VIEWS or (func in INDEXING and is_basic(args[1]))
         isometric = isometric and len(leaves) == 1 and all(k.isometric for k in known)
-        made = [out] if isinstance(out, Tensor) else _tensors(out)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
         if target is not None:
             made.append(target)  # x[...] = w returns nothing
         for value in made:
@@ -578,7 +470,7 @@ class Tape(TorchFunctionMode):
         example. vmap refuses such a write as well, but not in words, and not of every function.
         """
         target = kwargs.get("out", args[0] if args else None)
-        targets = [target] if isinstance(target, Tensor) else _tensors(target)
+        targets = [target] if isinstance(target, Tensor) else tensors_in(target)
         for tensor in targets:
             inner = _functorch.physical_of(tensor, self.level)
             if inner is not None:
@@ -621,51 +513,12 @@ class Tape(TorchFunctionMode):
         ):
             return out
         where = memory_of(out)
-        if where and any(memory_of(a) == where for a in _tensors(args)):
+        if where and any(memory_of(a) == where for a in tensors_in(args)):
             return out  # a view, which is written to with its base
         with outside():
             return _functorch.add_batch_dim(
                 out.expand(self.size, *out.shape).clone(), 0, self.level
             )
-
-    # -- random numbers ---------------------------------------------------------------------------
-
-    def _drawn_as_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` draws for the rows of a part: what it drew for them in the whole batch.
-
-        Otherwise a part whose rows agreed on a random value would draw another one, and a loss that
-        branches on it would take the rarer way too seldom.
-        """
-        assert self._draws is not None
-        whole, rows = self._draws.whole, self._draws.rows
-
-        def spread(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            inner = _functorch.physical_of(value, self.level)
-            if inner is None:
-                return value
-            room = inner.new_zeros(whole, *inner.shape[1:])
-            return room.index_copy(0, rows.to(inner.device), inner)
-
-        with outside():
-            leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)), none_is_leaf=True)
-            spreads = [spread(leaf) for leaf in leaves]
-            places = [i for i, (a, b) in enumerate(zip(leaves, spreads, strict=True)) if a is not b]
-
-            def one(_: Tensor, *examples: Tensor) -> Any:
-                filled = list(spreads)
-                for place, example in zip(places, examples, strict=True):
-                    filled[place] = example
-                args, kwargs = cast("Any", optree.tree_unflatten(treespec, filled))
-                return func(*args, **kwargs)
-
-            number = torch.arange(whole)
-            each = torch.func.vmap(one, randomness="different")(
-                number, *[spreads[i] for i in places]
-            )
-            out = self.wrapped(each[rows.to(each.device)])
-        return args[0].copy_(out) if writes(func) else out
 
 
 class _Tap(torch.autograd.Function):
@@ -685,31 +538,3 @@ class _Tap(torch.autograd.Function):
         """Hand over the gradient."""
         ctx.tape._arrived(ctx.index, gradients[0])
         return gradients[0], None, None, None
-
-
-def _in_float32(value: Any) -> Any:
-    """What autocast makes of the arguments of a function that runs in float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-    if isinstance(value, (tuple, list)):
-        return type(value)([_in_float32(item) for item in cast("Iterable[Any]", value)])
-    if isinstance(value, dict):
-        return {k: _in_float32(item) for k, item in cast("dict[Any, Any]", value).items()}
-    return value
-
-
-def place_of(func: Any) -> str:
-    """A function, and the line of the user's code that called it."""
-    frame: Any = cast("Any", sys)._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", "opake_lightning", "optree", "contextlib"):
-            return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back
-    return name_of(func)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if not isinstance(value, (tuple, list)):
-        return []
-    return [item for item in cast("Iterable[Any]", value) if isinstance(item, Tensor)]

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from opake_lightning import _pool
 from opake_lightning._tree import wide
+from opake_lightning.dpsgd.clipping._entries import NoRule, rule_for
 from opake_lightning.dpsgd.clipping._gradients import FORMED_FROM, Dense, Gradients, squared_norms
-from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opake_lightning.dpsgd.clipping._entries import NoRule, rule_for
 from opake_lightning.dpsgd.clipping._gradients import Gradients
-from opake_lightning.dpsgd.clipping._tape import NoRule, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning import _functorch
+from opake_lightning.dpsgd.clipping._entries import BODIES, CHECKS, NoRule, rule_for
 from opake_lightning.dpsgd.clipping._gradients import Gradients
-from opake_lightning.dpsgd.clipping._tape import BODIES, CHECKS, NoRule, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 

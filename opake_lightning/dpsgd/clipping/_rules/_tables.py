@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opake_lightning.dpsgd.clipping._entries import OF_COPIES, NoRule, rule_for
 from opake_lightning.dpsgd.clipping._gradients import Gradients, Rows
-from opake_lightning.dpsgd.clipping._tape import OF_COPIES, NoRule, Tape, rule_for
+from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 

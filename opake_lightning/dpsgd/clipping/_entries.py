@@ -1,0 +1,143 @@
+"""What a tape keeps, what it goes by, and how it says that a pass cannot go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from opake_lightning.dpsgd.clipping._gradients import Gradients
+
+__all__ = [
+    "BODIES",
+    "CHECKS",
+    "OF_COPIES",
+    "ROW_WISE",
+    "RULES",
+    "Caution",
+    "Computed",
+    "Draws",
+    "NoData",
+    "NoRule",
+    "Retry",
+    "Rule",
+    "Split",
+    "Use",
+    "WritesToBatch",
+    "rule_for",
+]
+
+Rule = Callable[..., Any]
+# From torch function to rule, and to what looks at a call before anything else does.
+RULES: dict[Any, Rule] = {}
+CHECKS: dict[Any, Callable[..., Any]] = {}
+# Functions in other words, which have rules.
+BODIES: dict[Any, Callable[..., Any]] = {}
+# What stands in for functions that torch.func.vmap gets wrong if a parameter is batched.
+OF_COPIES: dict[Any, Callable[..., Any]] = {}
+# Functions whose rule is better than vmap's own way even where no parameter is in it.
+ROW_WISE: set[Any] = set()
+
+
+def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
+    """Make the decorated function the rule of ``funcs``; ``row_wise``: also without parameters."""
+
+    def decorate(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(funcs, rule))
+        if row_wise:
+            ROW_WISE.update(funcs)
+        return rule
+
+    return decorate
+
+
+class NoRule(Exception):  # noqa: N818  (nothing is wrong: the use gets an expanded view)
+    """The rule does not cover this call."""
+
+
+class NoData(NoRule):
+    """The call is of parameters and constants alone."""
+
+
+class Split(BaseException):
+    """The loss asked for a Python value, and examples differ in it.
+
+    No ``Exception``: a loss that catches those must not catch this one.
+
+    Attributes:
+        values: One for each row, equal where rows may stay together.
+        place: Which function asked, and where.
+        by_chance: Whether the values may depend on random numbers, which parts must then repeat.
+    """
+
+    def __init__(self, values: list[Any], place: str, *, by_chance: bool) -> None:
+        super().__init__(place)
+        self.values, self.place, self.by_chance = values, place, by_chance
+
+
+class Caution:
+    """How a pass runs; what a loss turns out to need is tried again with more of it."""
+
+    NONE = 0
+    #: Constants that the loss makes get memory of their own for each example, to be written to.
+    WIDE = 1
+    #: No rules either: the loss takes gradients of its own, or writes to what it computed.
+    NO_RULES = 2
+
+
+class WritesToBatch(BaseException):
+    """The loss is about to write to its batch, which another pass may need as it is."""
+
+
+class Retry(BaseException):
+    """The pass has to run again with more caution."""
+
+    def __init__(self, caution: int) -> None:
+        super().__init__()
+        self.caution = caution
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows of a part within the batch it was split from.
+
+    Attributes:
+        whole: Number of rows of the batch.
+        rows: Which of them are in the part, an index tensor.
+    """
+
+    whole: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A parameter: a leaf, or a tensor computed of leaves and constants.
+
+    Attributes:
+        tensor: The tensor. Kept, so that no other gets its id.
+        leaves: Numbers of the leaves that it depends on.
+        isometric: Whether it holds elements of one leaf, each at most once.
+    """
+
+    tensor: Tensor
+    leaves: frozenset[int]
+    isometric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One operation with parameters in it.
+
+    Attributes:
+        name: Of the operation.
+        gradients: For each parameter in it, how to get the examples' gradients from the gradient
+            of the output.
+        inputs: Tensors that this needs, with the version each had.
+    """
+
+    name: str
+    gradients: tuple[tuple[Computed, Callable[[Tensor], Gradients]], ...]
+    inputs: tuple[tuple[Tensor, int], ...]
