@@ -8,9 +8,9 @@
 once, what takes its place, and, if need be, ``tests`` of its own, such as those of several ranks,
 and, of one that changes no guarantee, ``why``. Tests are files, or tests in them, as pytest takes
 them; all must pass on what is right, or a mutant could seem noticed that is not. Prints all mutants
-as they are tried, writes the table's rows in ``docs/threat-model.md``, and fails if one has survived
-without a reason. Each is tried in a fork of a process that has the large imports done; tests that
-killed one before go first.
+as they are tried, writes the table's rows in ``docs/threat-model.md``, and fails if one has
+survived without a reason. Each is tried in a fork of a process that has the large imports done;
+tests that killed one before go first.
 """
 
 from __future__ import annotations
