@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from opake_lightning import DPSGD, DPModule, OpakeDDP, PoissonLoader
 from opake_lightning.optimizers import sgd
 from opake_lightning.random import key
-from tests.dpsgd.clipping.case import Case, build, own, truth_of
+from tests.dpsgd.clipping.case import TOLERANCE, Case, build, own, truth_of
 from tests.dpsgd.clipping.cases import CASES
-from tests.dpsgd.clipping.test_engine import over, quiet
+from tests.dpsgd.clipping.test_engine import SOME, over, quiet
 from tests.dpsgd.clipping.test_engine import pytestmark as _of_torch
 from tests.helpers import norm_of, rows_of
 
@@ -26,28 +26,6 @@ pytestmark = [
     *_of_torch,
     pytest.mark.filterwarnings("ignore:.*noise_multiplier=0"),
 ]
-# One of each kind, for every day.
-SOME = (
-    "linear-3d-without-bias",
-    "conv2d-circular",
-    "tied-embedding-and-head",
-    "resnet-with-group-norm",
-    "mha-masked-and-padded",
-    "packed-lstm-of-two-layers-bidirectional",
-    "pruned-own",
-    "alias-by-partial",
-    "lora",
-    "l2-penalty-in-a-loop",
-    "cross-entropy-mean",
-    "branch-of-three",
-    "written-slices",
-    "gradient-penalty-between-two",
-    "checkpoint-old",
-    "torchscript",
-    "categorical",
-    "nested-parameters-and-batches",
-)
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 class _Rows(Dataset[Any]):
@@ -135,8 +113,7 @@ def test_everything_is_drawn():
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("name", SOME)
+@over(only=SOME[::3], refused=False)
 def test_some_cases_through_a_fit(name, dtype, tmp_path):
     equals_the_clipped_mean(name, dtype, tmp_path)
 
