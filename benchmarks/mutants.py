@@ -48,6 +48,8 @@ PRELOADED = [
     "torchopt",
 ]
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--show-capture=no"]
+# Of plugins of pytest's that what is imported before has imported.
+OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 SLOW_TOO = ["-m", "not gpu"]
 TIMEOUT = 240  # a mutant that hangs is one that was noticed
 LONG_TIMEOUT = 3600  # of all tests that any mutant of a file has, on what is right
