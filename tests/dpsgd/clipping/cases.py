@@ -8,7 +8,8 @@ from tests.dpsgd.clipping.case import Spec
 
 FILES = (
     "layers", "products", "conv", "tables", "norms", "transformers", "recurrent", "arithmetic",
-    "derived", "python", "writes", "autograd", "losses", "networks", "attention", "raw", "fooling",
+    "derived", "python", "writes", "autograd", "functions", "losses", "distributions",
+    "networks", "attention", "raw", "fooling",
 )  # fmt: skip
 CASES: dict[str, Spec] = {}
 for _file in FILES:
