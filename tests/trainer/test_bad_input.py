@@ -22,7 +22,6 @@ from tests.trainer.helpers import (
     assert_same,
     make_loader,
     make_trainer,
-    plan,
     snapshot,
 )
 

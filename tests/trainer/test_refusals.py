@@ -350,12 +350,16 @@ def test_optimizer_put_on_the_instance_as_the_cli_does(tmp_path):
     refused(tmp_path, "configure_optimizers was replaced", module=net)
 
 
-def test_batch_mean_loss(tmp_path):
-    class Mean(Net):
-        def per_example_loss(self, batch):
-            return super().per_example_loss(batch).mean()
+def test_mean_that_divides_by_the_weights_of_the_labels(tmp_path):
+    """Of one row the weight cancels; see test_lightning for the mean that is right as it stands."""
 
-    refused(tmp_path, r'one loss per example.*shape \(\).*reduction="none"', module=Mean())
+    class Weighted(Net):
+        def per_example_loss(self, batch):
+            x, y, _ = batch
+            return nn.functional.cross_entropy(self(x), y, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+    match = r'cross_entropy \(.*test_refusals.py:.* mean with weight=.*reduction="none"'
+    refused(tmp_path, match, module=Weighted())
 
 
 def test_plan_that_is_no_plan(tmp_path):
