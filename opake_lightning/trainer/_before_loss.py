@@ -47,6 +47,7 @@ from opake_lightning.trainer.data import PoissonLoader
 __all__ = ["Arrived", "arrived", "require_rows_apart", "require_unchanged"]
 
 _LATE = "on_train_batch_start"
+_OWN = ("lightning", "opake_lightning")  # whose callbacks only look
 _TRIALS, _ENOUGH = 8, 4  # at most, and how many clean ones will do
 _MEANT = (
     "or, if it is meant, say so with PoissonLoader(..., rows_may_mix_before_the_loss=True) or "
@@ -74,10 +75,11 @@ def require_unchanged(module: Any, batch: Any, before: Arrived) -> None:
         a is b and n == m for (a, n), (b, m) in zip(now, before, strict=True)
     ):
         return
-    owners = [o for o in (module, *module.trainer.callbacks) if is_overridden(_LATE, o)]
+    owners = [type(o) for o in (module, *module.trainer.callbacks) if is_overridden(_LATE, o)]
+    named = [o.__name__ for o in owners if o.__module__.partition(".")[0] not in _OWN]
     raise PrivacyError(
-        f"the batch was changed in {_LATE} (of {' or '.join(type(o).__name__ for o in owners)}), "
-        "after the batch-transfer hooks, where nothing tests whether rows are mixed; change it in "
+        f"the batch was changed in {_LATE} (of {' or '.join(named) or 'a callback'}), after the "
+        "batch-transfer hooks, where nothing tests whether rows are mixed; change it in "
         f"on_after_batch_transfer, {_MEANT}"
     )
 

@@ -35,7 +35,8 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             keys = [_key(answer) for answer in answers]
         else:
             # Bit for bit, but for NaN, which is one value whatever its bits.
-            same = values.nan_to_num(nan=math.inf) if values.is_floating_point() else values
+            nan = values.new_tensor(math.nan) if values.is_floating_point() else None
+            same = values if nan is None else torch.where(values.isnan(), nan, values)
             flat = same.reshape(tape.size, -1).cpu()
             keys = (
                 [row.tobytes() for row in flat.float().numpy()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 from opake_lightning import _pool
 from opake_lightning._tree import wide
 from opake_lightning.dpsgd.clipping._entries import NoRule, rule_for
-from opake_lightning.dpsgd.clipping._gradients import FORMED_FROM, Dense, Gradients, squared_norms
+from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, squared_norms
 from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
@@ -22,10 +21,6 @@ _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convo
 
 # Elements of formed gradients that are looked at together.
 _CHUNK = 1 << 20
-# A product in float64 takes about as long as two in float32.
-_GRAM_COST = 2
-# Gradients that may be added up in float32: of a few the sum has digits enough.
-_FEW = 8
 
 
 @final
@@ -95,8 +90,6 @@ class _Convolution(Gradients):
 
     def formed(self) -> Dense | None:
         """All of them: to read them once more takes less than another convolution."""
-        if self._places.numel() < FORMED_FROM or self._prefers_gram():
-            return None
         if len(self.chunks()) == 1:
             values = self.dense(slice(None))
             return Dense(values, squared_norms(values))
@@ -108,52 +101,8 @@ class _Convolution(Gradients):
             norms.append(squared_norms(values[rows].copy_(self.dense(rows))))
         return Dense(values, torch.cat(norms))
 
-    def squared_norms(self) -> Tensor:
-        """Squared norms, by whichever way takes less."""
-        return self._gram() if self._prefers_gram() else super().squared_norms()
-
-    def _prefers_gram(self) -> bool:
-        """Whether products of all pairs of places take less than the gradients themselves."""
-        _, padding, _, groups = self._how
-        if groups > 1 or self._per > 1:
-            return False
-        padded = 1
-        for n, pad in zip(self.input.shape[2:], padding, strict=True):
-            padded *= n + 2 * pad
-        places, (p, q), kernel = self._places.numel(), self.shape[:2], self.shape[2:].numel()
-        pairs = places**2 * (p + kernel) + padded**2 * q
-        return _GRAM_COST * pairs <= places * p * q * kernel
-
-    def _gram(self) -> Tensor:
-        r"""Squared norms from products of pairs of places, in float64.
-
-        The gradient of the weight at kernel place k is Σₛ dyₛ xₛ₊ₖᵀ, so its squared norm is
-        Σₛₜ (dyₛ·dyₜ)(xₛ₊ₖ·xₜ₊ₖ): for all k parts of one matrix of products of the padded input.
-        """
-        stride, padding, dilation, _ = self._how
-        n, places = self.size, self._places
-        dy = self.gradient.flatten(2).double()
-        weights = torch.bmm(dy.mT, dy).view(n, *places, *places)
-        x = functional.pad(self.input, [p for pad in reversed(padding) for p in (pad, pad)])
-        sizes, flat = x.shape[2:], x.flatten(2).double()
-        pairs = torch.bmm(flat.mT, flat).view(n, *sizes, *sizes)
-        shifted = torch.zeros_like(weights)
-        for where in itertools.product(*(range(k) for k in self.shape[2:])):
-            taken = [
-                slice(k * d, k * d + s * (m - 1) + 1, s)
-                for k, d, s, m in zip(where, dilation, stride, places, strict=True)
-            ]
-            shifted += pairs[(slice(None), *taken, *taken)]
-        return (weights * shifted).flatten(1).sum(1).clamp_(min=0)
-
-    def add_weighted(self, factors: Tensor, out: Tensor) -> None:
-        """Add the weighted sum to ``out``, a few examples at a time."""
-        column = factors.to(self.gradient.dtype).repeat_interleave(self._per)
-        step = _FEW * self._per
-        for start in range(0, len(self.input), step):
-            rows = slice(start, start + step)
-            weights = column[rows].view(-1, *[1] * (self.gradient.dim() - 1))
-            out.add_(self._weight(self.input[rows], self.gradient[rows] * weights, 1))
+    # Neither norms from products of places nor a sum of all rows at once: where places cancel, what
+    # is left of a float32 sum is rounding, which only the gradient that was formed has the norm of.
 
 
 def _tuple(value: Any, n: int) -> list[int]:
