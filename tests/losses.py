@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import array
 import itertools
+import queue
 import random
+import threading
 import types
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -231,6 +233,10 @@ class Loss(nn.Module):
         self.child.value = 0.0
         self.averages, self.counter = _averaging(), itertools.count()
         next(self.averages)
+        self.user_dict, self.of_thread = UserDict(), threading.local()
+        self.waiting: queue.PriorityQueue[Any] = queue.PriorityQueue()
+        self.of_row, self.by_row = [0.0] * 1000, dict.fromkeys(range(1000), 0.0)
+        self.of_rows, self.numbered = np.zeros(100_000), iter(range(1000))
         self.torch_draws = torch.Generator().manual_seed(0)
         self.python_draws, self.numpy_draws = random.Random(0), np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.losses import WIDTH, Keeping, Loss
@@ -89,6 +89,30 @@ _PLACES = {
         lambda loss: sum(loss.holder.items, 0.0),
         lambda loss, v: loss.holder.items.append(v),
     ),
+    "user_dict": (
+        lambda loss: loss.user_dict.get(1, 0.0),
+        lambda loss, v: loss.user_dict.update({1: v}),
+    ),
+    "priority_queue": (
+        lambda loss: loss.waiting.queue[0] if loss.waiting.queue else 0.0,
+        lambda loss, v: loss.waiting.put(v),
+    ),
+    "of_thread": (
+        lambda loss: getattr(loss.of_thread, "value", 0.0),
+        lambda loss, v: setattr(loss.of_thread, "value", v),
+    ),
+    "long_list": (
+        lambda loss: loss.of_row[500],
+        lambda loss, v: loss.of_row.__setitem__(500, v),
+    ),
+    "long_dict": (
+        lambda loss: loss.by_row[500],
+        lambda loss, v: loss.by_row.__setitem__(500, v),
+    ),
+    "default_of_static_method": (
+        lambda loss: sum(loss.keep(), 0.0),
+        lambda loss, v: loss.keep(v),
+    ),
     "list_of_class": (
         lambda loss: sum(loss.list_of_class, 0.0),
         lambda loss, v: loss.list_of_class.append(v),
@@ -117,6 +141,10 @@ _WRITES: dict[str, Callable[[Loss, Tensor], Any]] = {
     "of_item": lambda loss, m: loss.mean.fill_(m.mean().item()),
     "one_of_item": lambda loss, m: loss.mean.__setitem__(0, m.mean().item()),
     "frozen_weight": lambda loss, m: loss.child.weight.data.add_(m.mean()),
+    "initialised": lambda loss, m: nn.init.constant_(loss.mean, m.mean().item()),
+    "swapped": lambda loss, m: torch.utils.swap_tensors(
+        loss.mean, torch.full((WIDTH,), m.mean().item())
+    ),
     "numpy_of_buffer": lambda loss, m: loss.mean.numpy().__setitem__(slice(None), m.numpy()),
     "numpy_of_data": lambda loss, m: loss.mean.data.numpy().__setitem__(slice(None), m.numpy()),
     "asarray": lambda loss, m: np.asarray(loss.mean).__setitem__(slice(None), m.numpy()),
@@ -145,7 +173,13 @@ def fresh(keeping: str = "", **parts: Any) -> Loss:
     global LAST
     LEFT.clear()
     LAST = 0.0
-    kind = type("Fresh", (Loss,), {"on_class": 0.0, "list_of_class": []})
+
+    def keep(*values: Any, kept: list[Any] = []) -> list[Any]:  # noqa: B006 - the place in question
+        kept.extend(values)
+        return kept
+
+    own = {"on_class": 0.0, "list_of_class": [], "keep": staticmethod(keep)}
+    kind = type("Fresh", (Loss,), own)
     return kind(keeping=KEEPING[keeping] if keeping else None, **parts)
 
 
@@ -215,6 +249,18 @@ def numpy_for_some_rows(loss: Loss, z: Tensor) -> Tensor:
     if z.mean() > 0:
         loss.array += 1
     return before
+
+
+@_kept
+def long_array(loss: Loss, z: Tensor) -> float:
+    before = float(loss.of_rows[7777])
+    loss.of_rows[7777] = z.mean().item()
+    return before
+
+
+@_kept
+def builtin_iterator(loss: Loss, z: Tensor) -> float:
+    return float(next(loss.numbered)) if z.mean() > 0 else 0.0
 
 
 @_kept
