@@ -130,7 +130,11 @@ def checkpoints_called_directly() -> Generator[None]:
     Its recomputation cannot run inside of vmap, and its re-entrant form hides parameters behind a
     frozen input, whose gradients would be lost. Microbatches bound memory already.
     """
-    names = {"CheckpointFunction": _Direct, "_checkpoint_without_reentrant_generator": _no_hooks}
+    names = {
+        "CheckpointFunction": _Direct,
+        "_checkpoint_without_reentrant_generator": _no_hooks,
+        "_checkpoint_without_reentrant_generator_impl": _no_hooks,  # from torch 2.14 on
+    }
     kept = {name: getattr(_checkpoint, name) for name in names if hasattr(_checkpoint, name)}
     for name in kept:
         setattr(_checkpoint, name, names[name])

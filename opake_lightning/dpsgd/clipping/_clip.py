@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from opake_lightning import _functorch
 from opake_lightning._tree import in_float64
 from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._entries import Draws, Retry, Split, WritesToBatch
@@ -260,7 +261,8 @@ class _Batch:
                 start.of_row(part.seed)
             elif again or part.draws is not None:
                 start.again()
-            copies = self._engine.copies_rows
+            # Where writes to the batch are not seen, every pass has rows of its own.
+            copies = self._engine.copies_rows or not _functorch.has_private_names()
             mine = tuple([t.clone() for t in rows]) if copies else rows
             try:
                 with _without_autocast(self._request.device) as ambient:
