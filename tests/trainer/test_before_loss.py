@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from opake_lightning import NonPrivate, OpakeDDP, PoissonLoader, PrivacyError
+from opake_lightning import NonPrivate, OpakeDDP, PoissonLoader, PrivacyBudget, PrivacyError
 from opake_lightning.errors import CheckpointError
 from opake_lightning.random import key
 from opake_lightning.trainer import _before_loss
@@ -320,7 +320,8 @@ def test_a_batch_that_is_changed_after_the_hooks(kind, tmp_path):
     if kind is InPlaceItself:
         refused(tmp_path, match, kind())
     else:
-        refused(tmp_path, match, callbacks=[kind()])
+        budget = PrivacyBudget(epsilon=100.0, delta=1e-5)  # has the hook as well
+        refused(tmp_path, match, callbacks=[budget, kind()])
 
 
 def remembering():
@@ -435,7 +436,7 @@ APART = {
     "positions": with_positions,
     "masked": masked,
     "shuffled words": shuffled_words,
-    "shuffled by NumPy": partial(shuffled_words, order=np.random.permutation),
+    "shuffled by NumPy": partial(shuffled_words, order=lambda n: np.random.permutation(n)),  # noqa: NPY002
     "shuffled by torch": partial(shuffled_words, order=torch.randperm),
 }
 
@@ -592,6 +593,29 @@ def test_rows_that_cannot_leave_a_worker(tmp_path):
 
 def _first_three(rows):
     return default_collate([row[:3] for row in rows])
+
+
+NARROW = torch.tensor([[5.0, 6.0], [7.0, 8.0], [1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("beyond", "changed"),
+    [
+        ([[3, 4.5, 9], [0, 0, 0], [0, 0, 0]], 1),
+        ([[3, 4.5, 9], [2, 3, 4], [2, 3, 4]], 1),  # positions
+        ([[3, 4.5, 9], [3, 4.5, 9], [3, 4.5, 9]], 3),  # the end of the row that was longer
+        ([[3, 4.5, 9], [0, 0, 0], [1, 1, 1]], 3),
+        ([[3, 4.5, 9], [0, 0, 0], [0, 0, 7]], 3),
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_other_rows_may_hold_where_one_is_longer(beyond, changed, before):
+    beyond = torch.tensor(beyond)
+    wide = torch.cat([beyond, NARROW] if before else [NARROW, beyond], 1)
+    for a, b in ((wide, NARROW), (NARROW, wide)):
+        assert _before_loss._rows_changed([a], [b], 3, {0: 1}) == changed
+    wide[1:] += 1
+    assert _before_loss._rows_changed([wide], [NARROW], 3, {0: 1}) == 3
 
 
 # -- when it is tested, and that nobody notices ---------------------------------------------------
