@@ -98,6 +98,16 @@ class _Product(torch.autograd.Function):
         return dy @ w, dy.t() @ x
 
 
+class _OfWhatIsNeeded(_Product):
+    """Gradients of what requires one, and of nothing else."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        needs_x, needs_w = ctx.needs_input_grad
+        return dy @ w if needs_x else None, dy.t() @ x if needs_w else None
+
+
 class _ByItsOwnVmap(torch.autograd.Function):
     """The same with a batching rule that is written out."""
 
@@ -182,6 +192,14 @@ class _Rounded(torch.autograd.Function):
 FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
     "with-a-generated-rule": (lambda p, x: _Product.apply(x, p["w"]), {}),
     "with-a-rule-of-its-own": (lambda p, x: _ByItsOwnVmap.apply(x, p["w"]), {}),
+    "of-what-is-needed": (
+        lambda p, x: _OfWhatIsNeeded.apply(_OfWhatIsNeeded.apply(x, p["w"]).sin(), p["w"][:, :4]),
+        {},
+    ),
+    "of-what-is-needed-behind-a-parameter": (
+        lambda p, x: _OfWhatIsNeeded.apply(F.linear(x, p["w"]), torch.eye(4, dtype=x.dtype)),
+        {},
+    ),
     "of-a-parameter-alone": (lambda p, x: F.linear(x, _Rounded.apply(p["w"])), {}),
     "of-the-example-alone": (lambda p, x: _Rounded.apply(F.linear(x, p["w"])), {}),
     "reversed": (lambda p, x: _Reversed.apply(F.linear(x, p["w"]).tanh()), {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -209,6 +210,39 @@ def dense_prediction(dtype):
 
     batch = torch.randn(B, 2, 4, 4, dtype=dtype), torch.randint(0, C, (B, 4, 4))
     return Case({n: p.detach() for n, p in net.named_parameters()}, loss_fn, batch)
+
+
+@case(**MEAN)
+def cross_entropy_in_chunks(dtype):
+    # Gradients are computed in the forward pass, for what requires one.
+    params = normal(dtype, body=(D, D), head=(C, D))
+
+    def loss_fn(p: Any, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = F.linear(x, p["body"]).tanh().flatten(0, 1)
+        return F.linear_cross_entropy(hidden, p["head"], y.flatten(), options=_chunks())
+
+    return Case(params, loss_fn, (torch.randn(B, 4, D, dtype=dtype), torch.randint(0, C, (B, 4))))
+
+
+@case(**MEAN)
+def cross_entropy_in_chunks_of_a_frozen_head(dtype):
+    params, head = normal(dtype, body=(D, D)), torch.randn(C, D, dtype=dtype)
+
+    def loss_fn(p: Any, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = F.linear(x, p["body"]).tanh().flatten(0, 1)
+        return F.linear_cross_entropy(hidden, head, y.flatten(), options=_chunks())
+
+    return Case(params, loss_fn, (torch.randn(B, 4, D, dtype=dtype), torch.randint(0, C, (B, 4))))
+
+
+def _chunks() -> Any:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("new in torch 2.13")
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    return LinearCrossEntropyOptions(chunking_method="auto", batch_chunk_size=2)
 
 
 @case(**MEAN)

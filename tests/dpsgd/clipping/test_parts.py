@@ -156,6 +156,16 @@ def test_a_contrastive_loss_of_one_row_has_no_gradient():
     assert not grads.report.norms.any()
 
 
+def test_a_gradient_that_torch_leaves_undefined_is_zero():
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(p["w"], 0) * F.linear(x, p["v"]).sin().sum(1)
+
+    grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0)
+    params = {"w": W, "v": W}
+    grads, _ = grad_fn(params, X, state=state)
+    assert distance(grads.pytree, looped(loss_fn, params, X, 1.0)) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "shape"),
     [
