@@ -22,6 +22,7 @@ from opake_lightning.scheduling import cosine_schedule
 from tests.trainer.helpers import (
     BATCH_SIZE,
     CLIPPING,
+    N_FEATURES,
     Draws,
     Net,
     Points,
@@ -61,6 +62,17 @@ class Scheduled(Net):
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
         return adamw(lr=cosine_schedule(0.1, 0.01, steps))
+
+
+class Demanding(Net):
+    """Writes into memory of its own, and branches: from the first step on, passes are others."""
+
+    def per_example_loss(self, batch: Any) -> Any:
+        x, y, *_ = batch
+        padded = torch.zeros(1, N_FEATURES)
+        padded[:, :] = x
+        loss = super().per_example_loss((padded, y))
+        return 2 * loss if int(y) else loss
 
 
 def every_step(path: Path, **kwargs: Any) -> ModelCheckpoint:
@@ -124,6 +136,7 @@ CASES = {
     "plain": Case(),
     "single_device": Case(single_device=True),
     "dropout": Case(net=lambda: Net(dropout=0.5)),
+    "demanding_loss": Case(net=lambda: Demanding(dropout=0.5)),
     "augmentation": Case(data=Augmented),
     "momentum": Case(net=lambda: Net(optimizer=lambda: sgd(lr=0.1, momentum=0.9))),
     "schedule_from_estimated_steps": Case(net=Scheduled),
