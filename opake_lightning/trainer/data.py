@@ -26,7 +26,7 @@ from opake_lightning.dpsgd.sampling import expected_rate, poisson_indices, rank_
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, fold_in, seeded
 
-__all__ = ["Draw", "Indices", "PoissonLoader"]
+__all__ = ["Draw", "PoissonLoader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class PoissonLoader:
         return _share(self._draw, key, step, self.rank, self.world_size)
 
     def fetching(self) -> tuple[Any, dict[str, Any]]:
-        """The dataset as :class:`Indices` are read from it, and how worker processes do that."""
+        """The dataset as ``Indices`` are read from it, and how worker processes do that."""
         names = ("timeout", "worker_init_fn", "multiprocessing_context")
         return self._loader.dataset, {name: getattr(self._loader, name) for name in names}
 

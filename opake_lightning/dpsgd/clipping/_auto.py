@@ -132,7 +132,7 @@ def auto_clipped_grad(
     >>> grad_fn, state = auto_clipped_grad(lambda w, x: x @ w, clipping_norm=1.0)
     >>> grads, state = grad_fn(torch.zeros(2), torch.tensor([[3.0, 4.0]]), state=state)
     >>> grads.pytree  # (3, 4) / 5.01
-    tensor([0.5988, 0.7984])
+    tensor([0.5988, 0.7984], dtype=torch.float64)
     """
     grad_fn = per_example_grad_fn(
         loss_fn,

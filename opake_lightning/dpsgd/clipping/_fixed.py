@@ -123,7 +123,7 @@ def clipped_grad(
     >>> batch = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.ones(2)
     >>> grads, state = grad_fn(torch.zeros(2), batch, state=state)  # -(3, 4) / 5 - (0.3, 0.4)
     >>> grads.pytree
-    tensor([-0.9000, -1.2000])
+    tensor([-0.9000, -1.2000], dtype=torch.float64)
     """
     grad_fn = per_example_grad_fn(
         loss_fn,

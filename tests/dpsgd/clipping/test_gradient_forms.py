@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opake_lightning.dpsgd.clipping import _gradients
+from opake_lightning.dpsgd.clipping._alike import Alike
 from opake_lightning.dpsgd.clipping._gradients import (
-    Alike,
     Dense,
     Gradients,
     Outer,
