@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from opake_lightning.dpsgd.clipping import _gradients
 from opake_lightning.dpsgd.clipping._alike import Alike
@@ -17,7 +16,6 @@ from opake_lightning.dpsgd.clipping._gradients import (
     Rows,
     total,
 )
-from opake_lightning.dpsgd.clipping._rules import _conv
 
 
 def _normal(draw: torch.Generator, *shape: int) -> Tensor:
@@ -105,29 +103,6 @@ def test_leaves_of_one_kind_are_looked_at_together(kind):
         member.add_weighted(factor, want)
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(norms, member.squared_norms())
-
-
-@pytest.mark.parametrize(
-    ("size", "kernel", "stride", "padding", "dilation"),
-    [
-        ((6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
-        ((7, 6), (3, 2), (2, 1), (0, 2), (1, 2)),
-        ((6, 6), (1, 1), (2, 2), (0, 0), (1, 1)),
-        ((9,), (4,), (1,), (3,), (2,)),
-    ],
-)
-def test_products_of_places_give_a_convolution_s_norms(size, kernel, stride, padding, dilation):
-    """The route that forms no gradient, whatever the heuristic would take."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 8, *size, generator=draw)
-    weight = torch.randn(16, 8, *kernel, generator=draw)
-    conv = F.conv2d if len(size) == 2 else F.conv1d
-    y = conv(x, weight, None, stride, padding, dilation)
-    dy = torch.randn(y.shape, generator=draw)
-    how = ([*stride], [*padding], [*dilation], 1)
-    form = _conv._Convolution(x, dy, weight.shape, 3, how)
-    want = form.dense(slice(None)).double().flatten(1).square().sum(1)
-    torch.testing.assert_close(form._gram(), want, rtol=1e-6, atol=0)
 
 
 def test_what_cancels_keeps_its_digits():
