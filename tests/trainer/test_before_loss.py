@@ -666,6 +666,13 @@ def test_a_rank_tests_the_rows_that_it_drew(workers):
         assert [int(row[2]) for row in rows] == index.tolist()
 
 
+def test_a_second_fit_tests_its_first_step(tmp_path, tested):
+    loader, module = PoissonLoader(Points(), 6, collate_fn=_own_default), Net()
+    for steps in (4, 8):
+        accepted(tmp_path, module, loader, steps=steps)
+    assert tested == [1, 2, 4, 5, 8]
+
+
 def test_what_is_torch_s_own_is_not_tested(tmp_path, tested):
     accepted(tmp_path)
     assert tested == []
@@ -792,11 +799,12 @@ def meant(how, **options):
     """A loader, and a trainer's options, that say that rows may be mixed."""
     if how == "strategy":
         return make_loader(**options), {"strategy": OpakeDDP(rows_may_mix_before_the_loss=True)}
-    loader = PoissonLoader(Points(), 6, rows_may_mix_before_the_loss=True, **options)
-    return loader, {"strategy": "auto" if how == "alone" else OpakeDDP()}
+    loader = PoissonLoader(Points(), 6, rows_may_mix_before_the_loss=how != "both", **options)
+    both = OpakeDDP(rows_may_mix_before_the_loss=how == "both")
+    return loader, {"strategy": "auto" if how == "alone" else both}
 
 
-@pytest.mark.parametrize("how", ["strategy", "loader", "alone"])
+@pytest.mark.parametrize("how", ["strategy", "loader", "alone", "both"])
 def test_rows_may_be_mixed_if_the_plan_says_so(how, tmp_path, tested, caplog):
     loader, options = meant(how, collate_fn=mixup)
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
@@ -836,6 +844,17 @@ def test_it_is_part_of_the_plan_s_identity(at_first, tmp_path):
     )
     # What was spent while rows were mixed is in the same ledger.
     assert forking.privacy_spent().plan["rows_may_mix_before_the_loss"] is True
+
+
+def test_a_fork_goes_on_with_what_its_loader_says(tmp_path):
+    run_fit(Net(plan(target_epsilon=3.0)), tmp_path, saver(tmp_path))
+    loader, options = meant("strategy", collate_fn=mixup)
+    module = Net(plan(target_epsilon=9.0, on_changed_plan="fork"))
+    run_fit(
+        module, tmp_path, saver(tmp_path), ckpt=tmp_path / "step=3.ckpt", loader=loader, **options
+    )
+    spent = module.privacy_spent()
+    assert (spent.n_steps, spent.plan["rows_may_mix_before_the_loss"]) == (13, True)
 
 
 def test_what_was_spent_so_is_not_made_to_mean_more(tmp_path):
