@@ -347,6 +347,9 @@ DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
     "written-to": _in_place,
     "filled": _filled,
     "of-rows": lambda w: torch.stack([w[3], w[0], w[1] + w[2], w[0]]),
+    "of-overlapping-rows": lambda w: torch.cat([w[::2] * 2, w[1:3].sin()]) + w[[0]],
+    "of-a-view-of-what-is-computed": lambda w: (w * 2).view(5, 4)[1:].t().repeat(1, 2)[:, :5],
+    "of-parts-of-what-is-computed": lambda w: torch.cat(list(w.exp().chunk(2)), 0) - w.exp()[:1],
     "of-chosen-rows": lambda w: w[torch.tensor([0, 3, 3, 1])],
     "of-a-part-padded": lambda w: F.pad(w[:2, 1:], (0, 1, 1, 1)),
     "flipped": lambda w: w.flip(0).roll(1, 1),
@@ -383,6 +386,15 @@ CASES |= {
         ),
         W,
         (3, 5),
+    ),
+    "derived-used-in-part": of_function(
+        # One use of what is computed is left out of the loss.
+        lambda p, x: (lambda w: F.linear(x, w) + 0 * F.linear(x, w[:, :5]).detach())(p["w"].exp()),
+        W,
+        (3, 5),
+    ),
+    "every-other-row-beside-the-last": of_function(
+        lambda p, x: F.linear(x, p["w"][::2]) * 2 + F.linear(x, p["w"][2:]), W, (3, 5)
     ),
     "derived-of-two": of_function(
         lambda p, x: F.linear(x, p["w"] * p["g"][:, None] + p["v"] @ p["w"]),

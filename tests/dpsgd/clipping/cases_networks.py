@@ -141,6 +141,48 @@ def batch_of_three_in_place_of_four(dtype):
     )
 
 
+@case()
+def many_layers_of_one_kind(dtype):
+    # Looked at together: small weights and biases of one shape.
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.Tanh()) for _ in range(6)]
+    return of_module(nn.Sequential(*layers), torch.randn(B, 3, 5), dtype=dtype)
+
+
+@case()
+def many_layers_of_which_some_are_used_twice(dtype):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in [*self.layers, *self.layers[:2]]:
+                x = layer(x).tanh()
+            return x
+
+    return of_module(Net(), torch.randn(B, 5), dtype=dtype)
+
+
+@case()
+def large_layers_used_twice(dtype):
+    # Too large to be formed for all rows at once.
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(300, 300)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).tanh())[..., :5]
+
+    return of_module(Net(), torch.randn(B, 2, 300), dtype=dtype)
+
+
+@case()
+def wide_convolutions(dtype):
+    net = nn.Sequential(nn.Conv1d(64, 96, 1), nn.Tanh(), nn.Conv1d(96, 64, 3), nn.AvgPool1d(2))
+    return of_module(net, torch.randn(B, 64, 7), dtype=dtype)
+
+
 # -- how a weight is handed over ------------------------------------------------------------------
 
 

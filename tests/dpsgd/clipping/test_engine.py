@@ -82,7 +82,7 @@ SOME = (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
 ]
