@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -114,6 +115,21 @@ def test_much_noise_costs_no_less_than_it_does_and_warns_of_nothing(sigma, rate)
     assert run.delta_at(mu) <= run.delta_at(0.0)
     for delta in (1e-14, 1e-9, whole / 2):
         assert delta >= whole or run.epsilon_at(delta) > 0
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-3, 0.5])
+@pytest.mark.parametrize("steps", [1, 1000, pytest.param(10**6, marks=pytest.mark.slow)])
+def test_more_noise_never_costs_more_and_delta_is_a_probability(steps, rate):
+    """Also where rounding takes over the grid, which differs from processor to processor."""
+    runs = [Process(((GaussianEvent(10.0**n, rate), steps),)) for n in range(1, 14)]
+    for epsilon in (0.0, 1e-9, 1e-3):
+        deltas = [run.delta_at(epsilon) for run in runs]
+        assert all(0 <= delta <= 1 for delta in deltas)
+        rounded = 2e-13 * math.sqrt(steps)
+        assert all(more <= less + rounded for less, more in pairwise(deltas))
+    found = [run.epsilon_at(1e-9) for run in runs]
+    assert all(map(math.isfinite, found))
+    assert found == sorted(found, reverse=True)
 
 
 @pytest.mark.slow

@@ -16,12 +16,16 @@ privacy loss (PLD), which ``dp_accounting`` does, on a grid of losses of width :
   step serves all counts.
 * :math:`h` is a power of two. Such grids are nested, and a coarser one never gives less than a
   finer one, so a cheap coarse answer is still a bound.
+* :math:`h` is not so small that rounding counts: each of the :math:`n` masses of a step is a
+  difference divided by :math:`h`, wrong by about :math:`4\cdot10^{-17}/h`. What :math:`T` steps
+  add to the total mass of 1, :math:`4\cdot10^{-17}\,nT/h`, stays in the order of 1.
 
 Why the result is never too low: the pair on the grid dominates the true one; what is cut off at the
 tails counts as certain failure; δ is lowered, before it is looked up, by more than the Fourier
 transforms round; and ε is rounded up. Where the grid has nothing to say (δ below 2e-13 times the
 root of the number of steps), or would not fit into memory (σ of a few hundredths), the same
-steps without sampling, which are always worse, give the answer.
+steps without sampling, which are always worse, give the answer. So they do where what comes out
+of the grid is no distribution (its total mass is far from 1, or no number), after coarser grids.
 
 Steps that take every example (:math:`q=1`) amount to one Gaussian with
 :math:`\sigma^{-2} = \sum_i \sigma_i^{-2}` and need no grid (Balle & Wang 2018, Theorem 8).
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, cast
@@ -149,7 +154,7 @@ class Process:
         bound = _gaussian_delta(sigma, epsilon)
         if bound <= _fourier_noise(totals) or not _on_grid(totals):
             return bound
-        sampled = float(_composed(totals, 1).get_delta_for_epsilon(epsilon))
+        sampled = _sampled(totals, 1, lambda grid: grid.get_delta_for_epsilon(epsilon))
         return min(bound, sampled * (1 + _RELATIVE_SLACK) + _fourier_noise(totals))
 
 
@@ -186,8 +191,13 @@ _LITTLE_NOISE, _MUCH_NOISE = 1e-5, 1e12
 _LARGEST_LOSS = 2.0**14
 _MAX_COMPOSED = 2.0**23
 _RELATIVE_SLACK = 1e-9
-# Of very much noise the library takes the logarithm of 0, or overflows, and what it says then may
-# be no number. That takes no bound's place: min(bound, nan) is the bound.
+# The widths that rounding asks for: per step, and per step and unit of the largest loss, squared.
+_ROUNDING, _ROUNDING_OF_MANY = 5e-14, 5e-17
+# Between which the total mass of a composed grid is near enough to 1 for its δ to be a bound.
+_LEAST_MASS, _MOST_MASS = 1 - 1e-6, 10.0
+# How many times wider the grids are that are tried, in this order.
+_WIDER = (1, 16, 256)
+# Of very much noise the library takes the logarithm of 0, or overflows; `_sampled` sees it.
 _quietly = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 
 
@@ -218,7 +228,7 @@ def _epsilon(totals: _Totals, delta: float, coarser: int) -> float:
     certain = delta * (1 - _RELATIVE_SLACK) - _fourier_noise(totals)
     if bound == 0 or certain <= 0 or not _on_grid(totals):
         return bound
-    sampled = float(_composed(totals, coarser).get_epsilon_for_delta(certain))
+    sampled = _sampled(totals, coarser, lambda grid: grid.get_epsilon_for_delta(certain))
     return min(bound, sampled * (1 + _RELATIVE_SLACK))
 
 
@@ -237,6 +247,18 @@ def _fourier_noise(totals: _Totals) -> float:
 
 
 @_quietly
+def _sampled(totals: _Totals, coarser: int, ask: Callable[[_Pld], float]) -> float:
+    """Return what the finest grid says that is a distribution; ``inf`` if there is none."""
+    for wider in _WIDER:
+        grid = _composed(totals, coarser * wider)
+        # δ at an ε of minus infinity is all of the mass. Processors differ in how a Fourier
+        # transform rounds, and where that takes over, masses grow without limit, to either side.
+        mass, answer = float(grid.get_delta_for_epsilon(-_LARGEST_LOSS)), float(ask(grid))
+        if _LEAST_MASS <= mass <= _MOST_MASS and answer >= 0:
+            return answer
+    return math.inf
+
+
 def _composed(totals: _Totals, coarser: int) -> _Pld:
     width = _grid_width(totals) * coarser
     whole: _Pld | None = None
@@ -252,8 +274,10 @@ def _grid_width(totals: _Totals) -> float:
     steps = sum(count for _, count in totals)
     power = math.fsum(count * _mu_per_step(event) ** 2 for event, count in totals)
     ideal = _FINENESS * math.sqrt(power / steps)
-    needed = max(_largest_loss(event) for event, _ in totals) / _MAX_POINTS
-    return 2.0 ** math.floor(math.log2(min(max(ideal, needed), _WIDEST)))
+    largest = max(_largest_loss(event) for event, _ in totals)
+    exact = max(_ROUNDING * steps, math.sqrt(_ROUNDING_OF_MANY * steps * largest))
+    needed = max(ideal, largest / _MAX_POINTS, exact)
+    return 2.0 ** math.floor(math.log2(min(needed, _WIDEST)))
 
 
 def _mu_per_step(event: GaussianEvent) -> float:

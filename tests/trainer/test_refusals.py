@@ -59,7 +59,9 @@ class ShardedOnCPU(FSDPStrategy):
     """FSDP as a user would pass it; the subclass gets past Lightning's own check for a GPU."""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", DDPStrategy(), ShardedOnCPU()], ids=str)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", DDPStrategy(), ShardedOnCPU()], ids=["ddp", "DDPStrategy", "FSDPStrategy"]
+)
 def test_strategies_that_move_raw_gradients(tmp_path, strategy):
     name = "DDPStrategy" if strategy == "ddp" else type(strategy).__name__
     refused(tmp_path, rf"strategy {name} .*raw gradients.*OpakeDDP\(\)", strategy=strategy)
