@@ -23,6 +23,7 @@ __all__ = [
     "eagerly",
     "has_private_names",
     "is_batched",
+    "is_tracked",
     "level_now",
     "outside",
     "physical_of",
@@ -57,6 +58,11 @@ def has_private_names() -> bool:
 def is_batched(value: Tensor) -> bool:
     """Whether ``value`` has a row for each example of a vmap, also of one that is over."""
     return _C is not None and _is_batched(value)
+
+
+def is_tracked(value: Tensor) -> bool:
+    """Whether ``value`` is one of ``torch.func.grad`` and its kin."""
+    return _C is not None and _is_tracked(value)
 
 
 def physical_of(value: Tensor, level: int) -> Tensor | None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import array
 import functools
+import gc
+import io
+import operator
+import queue
 import random
 import sys
+import threading
 import types
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, cast
 
 import numpy as np
@@ -40,20 +43,21 @@ __all__ = [
 ABSENT = object()
 _ATOMS = {
     int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size,
-    torch.memory_format, types.BuiltinFunctionType, weakref.ref, range, slice, property,
-    staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.WrapperDescriptorType, types.MethodDescriptorType, type(Ellipsis),
+    torch.memory_format, types.BuiltinFunctionType, weakref.ref, range, slice,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+    types.MethodDescriptorType, type(Ellipsis),
 }  # fmt: skip
 # Objects and classes of these are no place where a loss leaves things, and lead to all there is.
 _FOREIGN = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "opake_lightning", "numpy",
     "builtins", "typing", "abc", "enum", "functools", "weakref", "logging", "threading",
-    "hypothesis", "_pytest", "pytest", "optree", "torchmetrics", "collections", "types",
-    "dataclasses", "re", "os", "pathlib", "_thread", "transformers", "peft", "jsonargparse",
+    "hypothesis", "_pytest", "pytest", "optree", "torchmetrics", "types", "dataclasses", "re", "os",
+    "pathlib", "_thread", "transformers", "peft", "jsonargparse", "multiprocessing", "asyncio",
+    "concurrent", "importlib", "inspect", "unittest", "sys", "warnings", "contextvars",
 }  # fmt: skip
 # Beyond these a holder is compared by its length and its ends.
-_LONG, _ENDS = 256, 8
-# Bytes of an array that are compared; of a longer one, as many spread over it.
+_LONG, _ENDS = 100_000, 8
+# Bytes of an array that are always compared; those of a longer one are if the loss reads values.
 _BYTES = 1 << 16
 _MOST = 50_000  # places; who has more keeps data there
 # What torch.nn.Module keeps of hooks: dictionaries that are mostly empty, seen by their lengths.
@@ -66,6 +70,7 @@ _HOOKS = (
 _DROPPED = {"_parameters", "_buffers", "_modules", "__dict__", ""}
 _CACHED: Any = type(functools.lru_cache(len))
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
+_FILES = (io.StringIO, io.BytesIO)
 _RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -103,6 +108,7 @@ class Places:
         self._owners = owners
         self.held: list[Held] = []
         self.values: list[tuple[Any, str, Any]] = []
+        self._large: list[tuple[Any, str]] = []
         self.random: list[tuple[Any, Any]] = []
         self.tensors: list[Tensor] = []
         self._hooks: list[tuple[str, list[Any], int]] = []
@@ -131,8 +137,8 @@ class Places:
             for held, place, names, values in self._filled
             if type(place) is not dict
             or len(place) != len(values)
-            or not all(map(is_, place.values(), values))
-            or (keys and not all(map(is_, place, names)))
+            or not all(map(operator.is_, place.values(), values))
+            or (keys and not all(map(operator.is_, place, names)))
         ]
         if any(self._empty_places):
             maybe += [held for held in self._empty if held.place]
@@ -154,16 +160,29 @@ class Places:
             if isinstance(value, np.ndarray) and isinstance(content, bytes):
                 value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
+    def remember_arrays(self) -> None:
+        """From here on look at long arrays, too: a value that was read can be written to them."""
+        self.values += [(value, path, _bytes_of(value)) for value, path in self._large]
+        self._large.clear()
+
     def gone_on(self) -> str:
         """The name of a value that has changed in place, "" if none has."""
         for name, hooks, count in self._hooks:
             if sum(map(len, hooks)) != count:
                 return name
-        return next((path for v, path, old in self.values if content_of(v) != old), "")
+        # Memory that is told by its bytes may be long, so no others are copied.
+        return next(
+            (
+                path
+                for value, path, old in self.values
+                if (_bytes_of(value) if isinstance(old, bytes) else content_of(value)) != old
+            ),
+            "",
+        )
 
     def renewed(self, owners: Sequence[Any]) -> Places:
         """The places as they are now, of the same owners or of others."""
-        same = len(owners) == len(self._owners) and all(map(is_, owners, self._owners))
+        same = len(owners) == len(self._owners) and all(map(operator.is_, owners, self._owners))
         changed = self.changed(keys=False) if same else []
         for held, now in changed:
             both = [*held.before.items(), *now.items()]
@@ -196,7 +215,11 @@ class Places:
         elif isinstance(value, (tuple, frozenset)):
             for key, child in enumerate(cast("Iterable[Any]", value)):
                 self._visit(child, below(path, key))
-        elif isinstance(value, (*_ARRAYS, types.GeneratorType)) or kind.__module__ == "itertools":
+        elif isinstance(value, _ARRAYS) and np.asarray(value).nbytes > _BYTES:
+            self._large.append((value, path))
+        elif isinstance(value, (*_ARRAYS, *_FILES, queue.SimpleQueue)) or (
+            isinstance(value, Iterator) and not hasattr(value, "__dict__")
+        ):
             self.values.append((value, path, content_of(value)))
         elif isinstance(value, _RANDOM):
             self.random.append((value, state_of(value)))
@@ -209,6 +232,11 @@ class Places:
         elif isinstance(value, types.MethodType):
             self._visit(value.__func__, path)
             self._visit(value.__self__, path)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._visit(value.__func__, path)
+        elif isinstance(value, property):
+            for child in (value.fget, value.fset, value.fdel):
+                self._visit(child, path)
         elif isinstance(value, functools.partial):
             for child in (value.func, value.args, value.keywords):
                 self._visit(child, path)
@@ -219,8 +247,8 @@ class Places:
             if not _is_foreign(value.__module__):
                 self._hold(value, path or value.__name__)
         elif isinstance(
-            value, (nn.Module, types.SimpleNamespace, argparse.Namespace)
-        ) or not _is_foreign(kind.__module__):
+            value, (nn.Module, types.SimpleNamespace, argparse.Namespace, threading.local)
+        ) or not _leads_everywhere(kind.__module__):
             path = path or kind.__name__
             for base in kind.__mro__:
                 if not _is_foreign(base.__module__):
@@ -284,15 +312,19 @@ def content_of(value: Any) -> Any:
         return frame.f_lasti, [(k, v if type(v) in _ATOMS else id(v)) for k, v in local]
     if isinstance(value, _CACHED):
         return value.cache_info().misses
+    if isinstance(value, _FILES):
+        return None if value.closed else value.getvalue()
+    if isinstance(value, queue.SimpleQueue):
+        return value.qsize()
     if not isinstance(value, _ARRAYS):
-        return repr(value)  # an iterator of itertools, which tells where it is
+        inside = [value, *gc.get_referents(value)]  # of a cycle, a zip: iterators
+        return repr(value), [operator.length_hint(item, -1) for item in inside]
+    return _bytes_of(value)
+
+
+def _bytes_of(value: Any) -> Any:
     flat = np.asarray(value)
-    if flat.dtype == object:
-        return [id(item) for item in flat.reshape(-1)[:_LONG]]
-    if flat.nbytes <= _BYTES:
-        return flat.tobytes()
-    step = flat.nbytes // _BYTES + 1
-    return zlib.crc32(np.ascontiguousarray(flat.reshape(-1)[::step]).tobytes())
+    return list(map(id, flat.flat)) if flat.dtype == object else flat.tobytes()
 
 
 def state_of(generator: Any) -> Any:
@@ -383,6 +415,10 @@ def put(place: Any, held: dict[Any, Any]) -> None:
         for name, value in held.items():
             if now.get(name, ABSENT) is not value:
                 setattr(place, name, value)
+
+
+def _leads_everywhere(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN
 
 
 def _is_foreign(module: str) -> bool:

@@ -79,7 +79,7 @@ def of(sampling: str, **changes: Any) -> Any:
         ({"target_epsilon": 1.0}, PrivacyError, "give exactly one of noise_multiplier"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be a finite number >= 0"),
         ({"target_delta": 1.0}, ValueError, "target_delta must be in"),
-        ({"on_changed_plan": "go"}, ValueError, "on_changed_plan must be one of"),
+        ({"on_changed_plan": "go"}, ValueError, "on_changed_plan must be 'refuse' or 'fork'"),
         ({"key": 7}, TypeError, "key must be None or an RngKey"),
         # What draws at random needs noise that forgets.
         (

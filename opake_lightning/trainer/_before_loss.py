@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -319,25 +319,26 @@ def _hooks_of(module: Any) -> list[_Stage]:
 # -- rows -----------------------------------------------------------------------------------------
 
 
-class _Pickled:
-    """A dataset whose rows leave a worker process one by one as they are, not collated."""
+class _Sendable:
+    """A dataset that says so where its rows cannot be sent from a worker process."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitems__(self, indices: Any) -> bytes:
+    def __getitems__(self, indices: Any) -> Any:
         rows = self._dataset.__getitems__(indices)
         try:
-            return pickle.dumps(rows)
+            ForkingPickler.dumps(rows)
         except Exception as error:
             raise PrivacyError(
                 f"the dataset's examples cannot be pickled ({error}), so they do not come out of a "
                 "worker process, and whether collate_fn mixes them cannot be tested; let "
                 f"__getitem__ return plain values, or set num_workers=0, {_MEANT}"
             ) from error
+        return rows
 
 
-def _as_it_is(rows: bytes) -> bytes:
+def _as_it_is(rows: Any) -> Any:
     return rows
 
 
@@ -351,13 +352,13 @@ def _read(loader: PoissonLoader, wanted: list[Any]) -> list[Any]:
     if not loader.num_workers:
         return [dataset.__getitems__(each) for each in wanted]
     worker = DataLoader(
-        cast("Any", _Pickled(dataset)),
+        cast("Any", _Sendable(dataset)),
         batch_sampler=wanted,
         num_workers=1,
         collate_fn=cast("Any", _as_it_is),
         **settings,
     )
-    return [pickle.loads(rows) for rows in worker]
+    return list(worker)
 
 
 def _replaced(rows: list[Any], trial: _Trial) -> list[Any]:

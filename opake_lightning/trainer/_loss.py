@@ -35,8 +35,11 @@ class ModuleLoss:
     def owners(self) -> list[Any]:
         """What the loss may not leave anything of an example in."""
         trainer = getattr(self._module, "_trainer", None)
-        around = () if trainer is None else (trainer.datamodule, vars(trainer))
-        return [self._module, *getattr(trainer, "callbacks", ()), *around]
+        if trainer is None:
+            return [self._module]
+        # Its properties, such as callback_metrics, are dicts of the second.
+        held = vars(trainer), vars(trainer._logger_connector)
+        return [self._module, *trainer.callbacks, trainer.datamodule, *held]
 
     @property
     def needs_gradient(self) -> bool:

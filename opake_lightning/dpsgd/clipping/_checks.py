@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from opake_lightning import _functorch
 from opake_lightning._functorch import outside
-from opake_lightning.dpsgd.clipping._entries import CHECKS, Caution, Retry
+from opake_lightning.dpsgd.clipping._entries import CHECKS, CHECKS_ALONE, Caution, Retry
 from opake_lightning.dpsgd.clipping._functions import place_of
 from opake_lightning.dpsgd.clipping._tape import Tape
 
@@ -23,6 +23,7 @@ _Check = TypeVar("_Check", bound=Callable[..., Any])
 def _check_of(*funcs: Any) -> Callable[[_Check], _Check]:
     def decorate(check: _Check) -> _Check:
         CHECKS.update(dict.fromkeys(funcs, check))
+        CHECKS_ALONE.update(dict.fromkeys(funcs, check))
         return check
 
     return decorate
@@ -105,13 +106,13 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
     Examples do not depend on each other, so the gradient of their sum has a row for each.
     """
-    if not _in_tape(tape):
-        return NotImplemented
+    given = _given("outputs inputs grad_outputs retain_graph create_graph", args, kwargs)
+    outputs, inputs = (_listed(given.pop(name)) for name in ("outputs", "inputs"))
+    if not _in_tape(tape) or any(map(_functorch.is_tracked, outputs)):
+        return NotImplemented  # torch.func of the loss's own
     if tape.caution < Caution.NO_RULES:
         # Rules detach parameters, and a second derivative has to see them.
         raise Retry(Caution.NO_RULES)
-    given = _given("outputs inputs grad_outputs retain_graph create_graph", args, kwargs)
-    outputs, inputs = (_listed(given.pop(name)) for name in ("outputs", "inputs"))
     upstream = given.pop("grad_outputs", None)
     if upstream is None and any(output.dim() and output.numel() != 1 for output in outputs):
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -120,6 +121,9 @@ def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str
     ):
         raise RuntimeError("the gradient of a parameter that others are computed of")
     inputs = [tape.copy_for_each(p) if tape.is_parameter(p) else p for p in inputs]
+    if not all(map(_functorch.is_batched, inputs)):
+        # Such a gradient would be the sum over examples: a guarantee depends on this line.
+        raise RuntimeError("the gradient of what is the same for all examples")
     with outside():
         rows = [_inner(value) for value in outputs]
         seeds = (
@@ -169,6 +173,8 @@ def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 @_check_of(_tracks.__get__)
 def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del func, kwargs
+    if isinstance(tape, Tape) and not _functorch.has_private_names():
+        raise RuntimeError("whether a tensor of an example requires a gradient")
     if _in_tape(tape) and _functorch.is_batched(args[0]):
         return _inner(args[0]).requires_grad
     return NotImplemented

@@ -13,6 +13,7 @@ from opake_lightning.dpsgd.clipping._gradients import Gradients
 __all__ = [
     "BODIES",
     "CHECKS",
+    "CHECKS_ALONE",
     "OF_COPIES",
     "ROW_WISE",
     "RULES",
@@ -33,6 +34,8 @@ Rule = Callable[..., Any]
 # From torch function to rule, and to what looks at a call before anything else does.
 RULES: dict[Any, Rule] = {}
 CHECKS: dict[Any, Callable[..., Any]] = {}
+# Of those, what also looks at the calls of a row that runs alone.
+CHECKS_ALONE: dict[Any, Callable[..., Any]] = {}
 # Functions in other words, which have rules.
 BODIES: dict[Any, Callable[..., Any]] = {}
 # What stands in for functions that torch.func.vmap gets wrong if a parameter is batched.

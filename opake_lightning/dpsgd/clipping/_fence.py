@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -41,8 +40,13 @@ from opake_lightning.errors import PrivacyError
 
 __all__ = ["Fence", "memory_of"]
 
+# Recurrent layers renew these before they use them, whatever is there.
+_RENEWED = {"_flat_weights", "_flat_weight_refs"}
 # Python's and NumPy's own generators: rows of a pass share what they draw.
 _GLOBAL: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
+
+
+_Changed: TypeAlias = list[tuple[Held, dict[Any, Any]]]
 
 
 class Fence:
@@ -58,7 +62,7 @@ class Fence:
         self._at_start = Places(owners) if before is None else before._at_start.renewed(owners)
         self._random = [*((g, state_of(g)) for g in _GLOBAL), *self._at_start.random]
         self._at_read = self._at_start
-        self._flags: list[bool] = []
+        self._tensors_at_read: list[tuple[Tensor, bool, Tensor]] = []
         self._first: list[tuple[Any, dict[Any, Any]]] | None = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []
@@ -118,7 +122,7 @@ class Fence:
             self._guarded, self.read = True, ""
             for tensor, _ in self._tensors().values():
                 self.keep(tensor)
-            self._flags = self._tracked()
+            self._look_closer()
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -131,10 +135,15 @@ class Fence:
             self.read = place
             same = not self._at_start.changed() and not self._at_start.gone_on()
             self._at_read = self._at_start if same else Places(self._owners)
-            self._flags = self._tracked()
+            self._look_closer()
 
-    def _tracked(self) -> list[bool]:
-        return [tensor.requires_grad for tensor, _ in self._tensors().values()]
+    def _look_closer(self) -> None:
+        """From here on a plain value may say something, in long arrays and flags of tensors too."""
+        self._at_read.remember_arrays()
+        self._tensors_at_read = [
+            (tensor, tensor.requires_grad, tensor.detach())
+            for tensor, _ in self._tensors().values()
+        ]
 
     def _because(self) -> str:
         if not self.read:
@@ -153,7 +162,7 @@ class Fence:
             PrivacyError: If it left something that may depend on an example.
         """
         # Without a value of the batch, no name of an attribute can be made of one.
-        changed = self._at_start.changed(keys=strict or bool(self.read))
+        changed = _without_renewed(self._at_start.changed(keys=strict or bool(self.read)))
         try:
             for held, now in changed:
                 for key, value in now.items():
@@ -166,7 +175,7 @@ class Fence:
                 _refuse("gives a tensor an attribute", "it may hold what an example says")
             if strict or self.read:
                 places = self._at_start if strict else self._at_read
-                since = changed if places is self._at_start else places.changed()
+                since = changed if places is self._at_start else _without_renewed(places.changed())
                 self._refuse_changes(places, since, strict=strict)
             if path := self._at_start.gone_on():
                 # There is no way to set it back for the next pass.
@@ -182,9 +191,7 @@ class Fence:
             self._first = [(held.place, now) for held, now in changed]
             self._written = written
 
-    def _refuse_changes(
-        self, places: Places, changed: list[tuple[Held, dict[Any, Any]]], *, strict: bool
-    ) -> None:
+    def _refuse_changes(self, places: Places, changed: _Changed, *, strict: bool) -> None:
         """Refuse all that has changed since ``places`` were looked at, and not been put back."""
         start = {id(held.place): held.before for held in self._at_start.held}
         for held, now in changed:
@@ -201,8 +208,11 @@ class Fence:
         for generator, state in places.random:
             if not _equal_states(state_of(generator), state):
                 _refuse(f"draws from a {type(generator).__name__} of its own", self._because())
-        if self._flags != self._tracked():
-            _refuse("changes requires_grad of a tensor", self._because())
+        for tensor, tracked, content in self._tensors_at_read:
+            if tensor.requires_grad != tracked:
+                _refuse(f"changes requires_grad of {self.name_of(tensor)}", self._because())
+            if memory_of(tensor) != memory_of(content):
+                _refuse(f"swaps {self.name_of(content)} for another tensor", self._because())
         for tensor, content in self._kept.values() if strict else ():
             if not _equal(tensor.detach(), content):
                 _refuse(f"writes to {self.name_of(tensor)}", self._because())
@@ -225,10 +235,11 @@ class Fence:
         """Put back what was there when the step began."""
         self._restore([held for held, _ in self._at_start.changed()])
         self._at_start.put_back()
-        tensors = list(self._tensors().values()) if self._flags else ()
-        for (tensor, _), flag in zip(tensors, self._flags, strict=False):
-            if tensor.is_leaf and tensor.requires_grad != flag:
-                tensor.requires_grad_(flag)
+        for tensor, tracked, content in self._tensors_at_read:
+            if memory_of(tensor) != memory_of(content):
+                tensor.data = content
+            if tensor.is_leaf and tensor.requires_grad != tracked:
+                tensor.requires_grad_(tracked)
 
     def _restore(self, changed: list[Held]) -> None:
         self.read, self._at_read = "", self._at_start
@@ -257,6 +268,12 @@ class Fence:
             for tensor, content in self._written:
                 if not _equal(tensor.detach(), content):
                     tensor.detach().copy_(content)
+
+
+def _without_renewed(changed: _Changed) -> _Changed:
+    for held, now in changed:
+        now.update({key: held.before[key] for key in _RENEWED & now.keys() & held.before.keys()})
+    return changed
 
 
 def _go_on(generator: Any) -> None:
@@ -288,8 +305,6 @@ def _same(before: Any, value: Any) -> bool:
         return True
     if type(before) is not type(value):
         return False
-    if isinstance(value, weakref.ref):
-        return True  # keeps nothing; recurrent layers renew theirs when weights are swapped
     if isinstance(value, (list, tuple)):
         pairs = zip(cast("Sequence[Any]", before), cast("Sequence[Any]", value), strict=False)
         return len(before) == len(cast("Any", value)) and all(_same(a, b) for a, b in pairs)

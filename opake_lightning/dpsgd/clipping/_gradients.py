@@ -16,7 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor
@@ -344,16 +344,18 @@ class Pulled(Gradients):
             return torch.stack([self._pulled(row, batched=False) for row in gradient])
 
     def _pulled(self, gradient: Tensor, *, batched: bool) -> Tensor:
-        (pulled,) = torch.autograd.grad(
+        found = torch.autograd.grad(
             self.computed,
             self.leaf,
             gradient,
             retain_graph=True,
             is_grads_batched=batched,
             allow_unused=True,
-            materialize_grads=True,
         )
-        return pulled
+        if (pulled := cast("Tensor | None", found[0])) is not None:
+            return pulled
+        # Undefined, which is zero: that of a count of what is not zero, say.
+        return self.leaf.new_zeros((len(gradient), *self.shape) if batched else self.shape)
 
     def span(self) -> tuple[int, int] | None:
         """First and last element of the leaf that it holds, if it holds those in between."""

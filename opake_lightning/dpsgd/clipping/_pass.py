@@ -16,7 +16,14 @@ from opake_lightning.dpsgd.clipping import _checks as _checks
 from opake_lightning.dpsgd.clipping import _reads as _reads
 from opake_lightning.dpsgd.clipping import _rules as _rules
 from opake_lightning.dpsgd.clipping._alike import Alike
-from opake_lightning.dpsgd.clipping._entries import CHECKS, Caution, Computed, Draws, Retry, Use
+from opake_lightning.dpsgd.clipping._entries import (
+    CHECKS_ALONE,
+    Caution,
+    Computed,
+    Draws,
+    Retry,
+    Use,
+)
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Pulled, total
 from opake_lightning.dpsgd.clipping._tape import Tape
@@ -296,6 +303,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.refusal: PrivacyError | None = None
+        self.packed: dict[int, tuple[Tensor, int]] = {}
 
     def refuse(self, why: str) -> PrivacyError:
         self.refusal = self.refusal or PrivacyError(why)
@@ -308,8 +316,7 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        check = CHECKS.get(func)
-        if check is not None and check.__module__ == _checks.__name__:
+        if (check := CHECKS_ALONE.get(func)) is not None:
             answer = check(self, func, args, kwargs or {})
             if answer is not NotImplemented:
                 return answer

@@ -105,7 +105,8 @@ class Tape(TorchFunctionMode):
         self.anchors: dict[torch.device, Tensor] = {}
         # Tensors of the batch that the loss wants gradients of; the backward pass goes there too.
         self.tracked: list[Tensor] = []
-        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
+        # What stands for the sizes of a packed sequence: lengths of examples, or the padded one.
+        self.packed: dict[int, tuple[Tensor, Tensor | int]] = {}
         self.found: Callable[[Use, Tensor], None] | None = None
         self.failure = self.stale = ""
         self.refusal: PrivacyError | None = None
@@ -189,8 +190,14 @@ class Tape(TorchFunctionMode):
             self._check_write(func, args, kwargs)
         if self.draws is not None and func in RANDOM:
             return drawn_as_before(self, func, args, kwargs)
-        out = self._run(func, args, kwargs)
-        return self._own_memory(out, args) if self.caution else out
+        if not self.caution:
+            return self._run(func, args, kwargs)
+        tracked = kwargs.pop("requires_grad", False) if type(kwargs) is dict else False
+        out = self._own_memory(self._run(func, args, kwargs), args)
+        if tracked:
+            with self:
+                out.requires_grad_()
+        return out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._narrow and func in IN_FLOAT32:
@@ -198,6 +205,10 @@ class Tape(TorchFunctionMode):
         body = body_of(func)
         if body is None:
             return func(*args, **kwargs)
+        if "requires_grad" in func.__code__.co_names:
+            # Of what is batched vmap says that nothing requires a gradient.
+            with self:
+                return body(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.dpsgd.clipping.case import (
+    ALONE,
     B,
     Case,
     Spec,
@@ -240,8 +241,8 @@ CASES |= {
     for name, of, known in (
         ("func-grad", _func_grad, {}),
         ("func-grad-and-value", _func_grad_and_value, {"mixes": True}),
-        ("func-grad-of-parameters", _func_grad_of_parameters, {"mixes": True}),
-        ("func-grad-of-all-parameters", _func_grad_of_all_parameters, {"mixes": True}),
+        ("func-grad-of-parameters", _func_grad_of_parameters, {"mixes": True, **ALONE}),
+        ("func-grad-of-all-parameters", _func_grad_of_all_parameters, {"mixes": True, **ALONE}),
         ("func-jvp", _func_jvp, {}),
         ("func-jvp-of-parameters", _func_jvp_of_parameters, {}),
         ("func-vmap", _func_vmap, {}),

@@ -257,11 +257,10 @@ CASES["packed-lstm-projected"] = _packed(nn.LSTM, {"proj_size": 2}, {})
 
 @case(mixes=True, **KNOWN)
 def packed_mean_over_all_steps(dtype):
-    # Unpacked, a sequence is as long as the longest of the batch; alone, as itself.
     class Net(_Net):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            out, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+            out, _ = pad_packed_sequence(self.layer(packed)[0], True, total_length=x.shape[1])
             return self.leave(out).mean(1)
 
     net = Net(nn.GRU(I, H, batch_first=True))

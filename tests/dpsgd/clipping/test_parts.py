@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from opake_lightning.dpsgd.clipping import ClipState, clipped_grad
 from opake_lightning.errors import PrivacyError
 from opake_lightning.serialization import from_state_dict, state_dict
 from tests.dpsgd.clipping.case import Case, clipped, counted
-from tests.helpers import distance, looped
+from tests.helpers import distance, looped, trainable
 
 W = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
 X = torch.randn(10, 2, generator=torch.Generator().manual_seed(1))
@@ -123,6 +124,32 @@ def test_a_value_that_splits_too_often_is_said_and_where():
     assert f"Tensor.item ({__file__}:{loss_fn.__code__.co_firstlineno + 1})" in message
     assert "torch.where" in message
     assert distance(grads.pytree, looped(loss_fn, W, X, 1.0)) < 1e-6
+
+
+@pytest.mark.parametrize("caution", [0, 2])
+@pytest.mark.parametrize("picks", [False, True])
+@pytest.mark.filterwarnings("ignore:clipping one example at a time")
+def test_a_sequence_is_padded_to_the_tensor_of_its_batch(caution, picks):
+    """A row that runs alone, or is alone in its batch, is padded like any other."""
+    torch.manual_seed(0)
+    net = nn.GRU(3, 4, batch_first=True).double()
+    x, lengths = torch.randn(3, 5, 3).double(), torch.tensor([2, 5, 1])
+
+    def loss_of(total: int | None) -> Any:
+        def loss_fn(p: Any, batch: Any) -> Tensor:
+            x, n = batch
+            packed = pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False)
+            out, _ = torch.func.functional_call(net, p, (packed,))
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=total)
+            return out.mean((1, 2)) + (x[x > 1].sum() if picks else 0.0)
+
+        return loss_fn
+
+    case = Case(trainable(net), loss_of(5), (x, lengths))
+    short = Case(trainable(net), loss_of(None), (x, lengths))
+    truth = looped(case.loss_fn, case.params, case.batch, 0.1)
+    got, _ = clipped(short, 0.1, caution=caution)
+    assert distance(got.pytree, truth) < 1e-10
 
 
 @pytest.mark.parametrize("engine", ["auto", "one_pass", "vmap", 0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning import _functorch
-from opake_lightning.dpsgd.clipping._entries import BODIES, CHECKS, NoRule, rule_for
+from opake_lightning.dpsgd.clipping._entries import BODIES, CHECKS, CHECKS_ALONE, NoRule, rule_for
 from opake_lightning.dpsgd.clipping._gradients import Gradients
 from opake_lightning.dpsgd.clipping._tape import Tape
 
@@ -270,9 +270,9 @@ def _recurrent(tape: Tape, func: Any, *args: Any) -> Any:
     weights, *options = rest
     lengths = None
     if packed:
-        if id(second) not in tape.packed:
+        _, lengths = tape.packed.get(id(second), (second, 0))
+        if isinstance(lengths, int):
             raise NoRule
-        lengths = tape.packed[id(second)][1]
         x, lead = input.transpose(0, 1), input.shape[:1]
     else:
         x = input if options.pop() else input.transpose(1, 2)
@@ -322,10 +322,11 @@ for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rn
 
 def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The whole sequence of an example, of which ``lengths`` steps count."""
-    del func, kwargs
     input, lengths, batch_first = args
-    if not _functorch.has_private_names() or input.shape[0 if batch_first else 1] != 1:
-        return NotImplemented
+    if not tape.level or input.shape[0 if batch_first else 1] != 1:
+        data, sizes = func(*args, **kwargs)
+        tape.packed[id(sizes)] = sizes, input.shape[1 if batch_first else 0]
+        return data, sizes
     inner = _functorch.physical_of(lengths, tape.level)
     rows = input[0] if batch_first else input[:, 0]
     ones = torch.ones(len(rows), dtype=torch.int64)
@@ -336,13 +337,16 @@ def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The sequence with padding behind its end, as long as the batch's, or as was asked for."""
-    del func, kwargs
+    """The sequence with padding behind its end, as long as the batch's, or as was asked for.
+
+    Also of a row that runs alone, which must not tell of that.
+    """
     rows, sizes, batch_first, padding, total = args
-    if id(sizes) not in tape.packed:
-        return NotImplemented
+    _, lengths = tape.packed.get(id(sizes), (sizes, 0))
+    if isinstance(lengths, int):
+        return func(*args[:4], max(total, lengths), **kwargs)
     with _functorch.outside():
-        wrapped = _functorch.add_batch_dim(tape.packed[id(sizes)][1], 0, tape.level)
+        wrapped = _functorch.add_batch_dim(lengths, 0, tape.level)
     kept = torch.arange(len(rows), device=rows.device) < wrapped
     shape = (-1, *[1] * (rows.dim() - 1))
     rows = torch.where(kept.reshape(shape), rows, padding)
@@ -352,5 +356,7 @@ def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return rows.unsqueeze(0 if batch_first else 1), wrapped.unsqueeze(0)
 
 
-CHECKS[cast("Any", torch)._pack_padded_sequence] = _pack
-CHECKS[cast("Any", torch)._pad_packed_sequence] = _unpack
+_packing: Any = torch
+for _checks in (CHECKS, CHECKS_ALONE):
+    _checks[_packing._pack_padded_sequence] = _pack
+    _checks[_packing._pad_packed_sequence] = _unpack
