@@ -20,6 +20,7 @@ __all__ = [
     "add_batch_dim",
     "batch_dim_of",
     "checkpoints_called_directly",
+    "custom_function_call",
     "eagerly",
     "has_private_names",
     "is_batched",
@@ -48,6 +49,12 @@ try:
 except (ImportError, AttributeError):
     _C = None  # pyright: ignore[reportConstantRedefinition]
     add_batch_dim = unwrapped = level_now = cast("Any", None)
+
+
+try:
+    from torch._functorch.autograd_function import custom_function_call
+except (ImportError, AttributeError):
+    custom_function_call = cast("Any", None)
 
 
 def has_private_names() -> bool:

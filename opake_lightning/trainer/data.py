@@ -337,7 +337,7 @@ def poisson_loader(loader: Any, *, rank: int, world_size: int) -> PoissonLoader:
 
     Raises:
         PrivacyError: If ``loader`` is not a DataLoader over a map-style dataset with a plain or
-            shuffling sampler and a batch size.
+            shuffling sampler and a batch size, or has an ``__iter__`` of its own.
     """
     if not isinstance(loader, DataLoader):
         raise PrivacyError(
@@ -350,6 +350,12 @@ def poisson_loader(loader: Any, *, rank: int, world_size: int) -> PoissonLoader:
             f"{type(loader.dataset).__name__} is an IterableDataset: its examples cannot be drawn "
             "independently of each other, which the privacy accounting assumes; use a map-style "
             "dataset (__getitem__ and __len__)"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise PrivacyError(
+            f"{type(loader).__name__} has an __iter__ of its own, but a private run draws its own "
+            "batches, which never go through it; do what it does in the dataset's __getitem__, in "
+            "collate_fn or in on_after_batch_transfer"
         )
     _check_sampler(loader)
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}

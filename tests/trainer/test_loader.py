@@ -228,6 +228,12 @@ class _OwnBatchSampler(BatchSampler):
     pass
 
 
+class _Normalising(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield x / x.norm(), y
+
+
 def _refused() -> dict[str, tuple[DataLoader[Any], str]]:
     data = Points()
     weighted = WeightedRandomSampler([1.0] * 24, num_samples=24)
@@ -253,6 +259,7 @@ def _refused() -> dict[str, tuple[DataLoader[Any], str]]:
         "too large": (DataLoader(data, batch_size=25), r"batch_size=25 .*\(24 examples\)"),
         "empty": (DataLoader(TensorDataset(torch.zeros(0, 5)), batch_size=6), "dataset is empty"),
         "not a DataLoader": ([1, 2], "list"),
+        "own order": (_Normalising(data, 6), "_Normalising has an __iter__ of its own"),
     }
 
 

@@ -198,6 +198,15 @@ def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
+@_check_of(_functorch.custom_function_call)
+def _own_vmap(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A ``vmap`` of the loss's own gets the rows of all examples, and could mix them."""
+    del tape, func, kwargs
+    if args[0].vmap is not torch.autograd.Function.vmap:
+        raise RuntimeError(f"the vmap method of {args[0].__name__}; generate_vmap_rule=True does")
+    return NotImplemented
+
+
 # -- paths that are off ----------------------------------------------------------------------------
 
 

@@ -38,8 +38,8 @@ _PARTS = 8
 # Norms whose squares float32 may lose, if the bound is as small.
 _SMALL_NORM = 1e-9
 
-# A number of no row.
-_AFTER = 1 << 62
+# Numbers of no row.
+_AFTER, _OF_MICROBATCH = 1 << 62, 1 << 61
 
 Rows = tuple[Tensor, ...]
 
@@ -71,7 +71,8 @@ class Engine:
         """
         fence = self._fence = Fence(request.owners, self._fence)
         fence.refuse_hooks()
-        batch, before = _Batch(self, request, fence, caution), _Random(request.device)
+        before = _Random(request.device)
+        batch = _Batch(self, request, fence, caution, before)
         try:
             with torch.no_grad():
                 size = batch.run(size)
@@ -132,8 +133,10 @@ class _Part:
 
 
 class _Batch:
-    def __init__(self, engine: Engine, request: Request, fence: Fence, caution: int) -> None:
-        self._engine, self._request, self._fence = engine, request, fence
+    def __init__(
+        self, engine: Engine, request: Request, fence: Fence, caution: int, random: _Random
+    ) -> None:
+        self._engine, self._request, self._fence, self._random = engine, request, fence, random
         self.caution = caution
         layout = in_float64(request.layout)
         self._sums = layout.views(layout.empty())
@@ -152,6 +155,9 @@ class _Batch:
         examples, start = self._request.examples, 0
         while start < examples.size:
             stop = start + (size or _SAMPLE)
+            if start:
+                # Not from where the last microbatch left it: a loss may seed it by what a row says.
+                self._random.of_row(_OF_MICROBATCH + start)
             kept = self._microbatch(tuple([t[start:stop] for t in examples.tensors]))
             start = stop
             if not size and examples.size > 1:

@@ -162,7 +162,8 @@ class Fence:
             PrivacyError: If it left something that may depend on an example.
         """
         # Without a value of the batch, no name of an attribute can be made of one.
-        changed = _without_renewed(self._at_start.changed(keys=strict or bool(self.read)))
+        changed = self._at_start.changed(keys=strict or bool(self.read))
+        changed = _without_copies(_without_renewed(changed))
         try:
             for held, now in changed:
                 for key, value in now.items():
@@ -268,6 +269,16 @@ class Fence:
             for tensor, content in self._written:
                 if not _equal(tensor.detach(), content):
                     tensor.detach().copy_(content)
+
+
+def _without_copies(changed: _Changed) -> _Changed:
+    """What is kept is not the copies for each example of a constant, if nothing wrote to them."""
+    for _, now in changed:
+        for key, value in now.items():
+            one = getattr(value, "_opake_same_for_all", None) if isinstance(value, Tensor) else None
+            if one is not None and _functorch.unwrapped(value)._version == 0:
+                now[key] = one
+    return changed
 
 
 def _without_renewed(changed: _Changed) -> _Changed:

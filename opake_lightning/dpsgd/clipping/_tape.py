@@ -527,9 +527,10 @@ class Tape(TorchFunctionMode):
         if where and any(memory_of(a) == where for a in tensors_in(args)):
             return out  # a view, which is written to with its base
         with outside():
-            return _functorch.add_batch_dim(
-                out.expand(self.size, *out.shape).clone(), 0, self.level
-            )
+            wide = out.expand(self.size, *out.shape).clone()
+        wide = _functorch.add_batch_dim(wide, 0, self.level)
+        wide._opake_same_for_all = out  # type: ignore[attr-defined]
+        return wide
 
 
 class _Tap(torch.autograd.Function):

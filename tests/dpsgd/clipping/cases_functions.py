@@ -145,6 +145,24 @@ class _Old(torch.autograd.Function):
         return dy @ w, dy.t() @ x
 
 
+class _Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x - x.mean(0) if len(x) > 1 else x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
 class _Reversed(torch.autograd.Function):
     """A gradient that is turned round, as adversarial domain adaptation has it."""
 
@@ -191,7 +209,12 @@ class _Rounded(torch.autograd.Function):
 
 FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
     "with-a-generated-rule": (lambda p, x: _Product.apply(x, p["w"]), {}),
-    "with-a-rule-of-its-own": (lambda p, x: _ByItsOwnVmap.apply(x, p["w"]), {}),
+    # Such a method gets all rows, and might mix them.
+    "with-a-rule-of-its-own": (lambda p, x: _ByItsOwnVmap.apply(x, p["w"]), ALONE),
+    "that-mixes-by-a-rule-of-its-own": (
+        lambda p, x: _Centred.apply(F.linear(x, p["w"])),
+        {"mixes": True, **ALONE},
+    ),
     "of-what-is-needed": (
         lambda p, x: _OfWhatIsNeeded.apply(_OfWhatIsNeeded.apply(x, p["w"]).sin(), p["w"][:, :4]),
         {},

@@ -307,6 +307,17 @@ def _without_gradients(self: Any, x: Tensor, out: Tensor) -> None:
         self.mean.mul_(0.9).add_(x.mean((0, 1)))
 
 
+def _fill(x: Tensor) -> Tensor:
+    room = torch.zeros(x.shape[1:], dtype=x.dtype)
+    room[:] = x[0]
+    return room
+
+
+def _filled(self: Any, x: Tensor) -> Tensor:
+    _fill(x)
+    return torch.arange(x.shape[1], dtype=x.dtype)
+
+
 OUTLIVES = "outlives"
 CASES |= {
     "keeps-a-running-mean": _kept(
@@ -359,6 +370,11 @@ CASES |= {
     "counts-its-calls-in-a-list": _kept(lambda self, x, out: self.seen.append(1)),
     "caches-its-positions": _kept(
         _assign("seen", lambda self, x: torch.arange(x.shape[1], dtype=x.dtype))
+    ),
+    # What is filled has memory of each example's own, as any constant that the loss makes then has.
+    "caches-its-positions-and-fills-a-tensor": _kept(_assign("seen", _filled), caution=1),
+    "caches-a-tensor-that-it-fills": _kept(
+        _assign("seen", lambda self, x: _fill(x)), caution=1, refused=OUTLIVES
     ),
     "caches-a-normalised-weight": _kept(
         _assign("seen", lambda self, x: self.out.weight.detach() / self.out.weight.norm())

@@ -234,3 +234,25 @@ def test_a_batch_that_is_split_leaves_the_generator_where_one_pass_does():
     alike = torch.ones(8)
     assert torch.equal(left_by(alike), left_by(torch.tensor([1.0, -1.0] * 4)))
     assert torch.equal(left_by(alike), left_by(-alike))
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4, None])
+def test_a_loss_that_seeds_by_its_row_reaches_no_other(microbatch_size):
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        seeds = x[0, 0] > 0
+        if seeds:
+            torch.manual_seed(int(100 * x[0, 0]))
+        return (x @ w) * (torch.rand(1, dtype=x.dtype) < 0.5) * ~seeds
+
+    x = torch.rand(12, 3, dtype=torch.float64)
+    x[:, 0] = -x[:, 0]
+    sums = []
+    for said in (0.123, 0.456):
+        x[2, 0] = said
+        grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0, microbatch_size=microbatch_size)
+        torch.manual_seed(3)
+        for _ in range(3):
+            grads, state = grad_fn(torch.ones(3, dtype=torch.float64), x, state=state)
+            sums.append(grads.pytree)
+    for one, other in zip(sums[:3], sums[3:], strict=True):
+        assert torch.equal(one, other)
