@@ -142,7 +142,10 @@ class PoissonLoader:
         return self._loader.collate_fn
 
     def indices(self, key: RngKey, step: int) -> Indices:
-        """This rank's share of the examples drawn at ``step``."""
+        """This rank's share of the examples drawn at ``step``.
+
+        :meta private:
+        """
         return _share(self._draw, key, step, self.rank, self.world_size)
 
     def fetching(self) -> tuple[Any, dict[str, Any]]:

@@ -47,7 +47,7 @@ class OpakeDDP(DDPStrategy):
     ranks.
 
     Args:
-        rows_may_mix_before_the_loss: As for :class:`~opake_lightning.PoissonLoader`.
+        rows_may_mix_before_the_loss: As for :class:`~opake_lightning.trainer.PoissonLoader`.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; and all other
             arguments of ``lightning.pytorch.strategies.DDPStrategy`` but those that configure the
             DistributedDataParallel wrapper, which is not used.
