@@ -57,8 +57,9 @@ _FOREIGN = {
 }  # fmt: skip
 # Beyond these a holder is compared by its length and its ends.
 _LONG, _ENDS = 100_000, 8
-# Bytes of an array that are always compared; those of a longer one are if the loss reads values.
-_BYTES = 1 << 16
+# Bytes of an array that are always compared; those of a longer one are if the loss reads values,
+# and of one beyond the second limit, which is data, as many spread over it.
+_BYTES, _MANY_BYTES = 1 << 16, 1 << 24
 _MOST = 50_000  # places; who has more keeps data there
 # What torch.nn.Module keeps of hooks: dictionaries that are mostly empty, seen by their lengths.
 _HOOKS = (
@@ -157,7 +158,8 @@ class Places:
             while sum(map(len, hooks)) > count:
                 max(hooks, key=len).popitem()
         for value, _, content in self.values:
-            if isinstance(value, np.ndarray) and isinstance(content, bytes):
+            whole = isinstance(content, bytes) and len(content) == getattr(value, "nbytes", -1)
+            if whole and isinstance(value, np.ndarray):
                 value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
     def remember_arrays(self) -> None:
@@ -323,8 +325,10 @@ def content_of(value: Any) -> Any:
 
 
 def _bytes_of(value: Any) -> Any:
-    flat = np.asarray(value)
-    return list(map(id, flat.flat)) if flat.dtype == object else flat.tobytes()
+    flat = np.asarray(value).reshape(-1)
+    if flat.nbytes > _MANY_BYTES:
+        flat = flat[:: len(flat) >> 16]
+    return list(map(id, flat)) if flat.dtype == object else flat.tobytes()
 
 
 def state_of(generator: Any) -> Any:

@@ -40,7 +40,7 @@ from opake_lightning import _check
 from opake_lightning.distributed import sum_gradients
 from opake_lightning.dpsgd.accounting import adaclip_noise_multiplier
 from opake_lightning.dpsgd.clipping._fixed import GradFn, SecondMoment, per_example_grad_fn
-from opake_lightning.dpsgd.clipping._rule import ClipState, Rule, bounds_of, describe, scaled_down
+from opake_lightning.dpsgd.clipping._rule import ClipState, Rule, bounds_of, describe
 from opake_lightning.errors import PrivacyError
 from opake_lightning.random import RngKey, add_normal_, fold_in
 from opake_lightning.types import PerGroup
@@ -105,10 +105,6 @@ class Adaptive(Rule):
         _check.positive("learning_rate", self.learning_rate)
         if self.count_noise_stddev is not None:
             _check.non_negative("count_noise_stddev", self.count_noise_stddev)
-
-    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
-        """min(1, bound / norm)."""
-        return scaled_down(norms, bounds)
 
     def describe(self, steps: int | None = None) -> str | float:
         """The call that makes it."""
@@ -178,9 +174,8 @@ class Adaptive(Rule):
                 warnings.warn(
                     f"the adaptive clipping norm has fallen from {first:g} to {new:g}: by the "
                     "noisy counts most gradients are smaller still, as where the loss is constant "
-                    "or its "
-                    "gradients are zero. Noise shrinks with it, and so do later gradients; look at "
-                    "the loss, or take a fixed clipping_norm",
+                    "or its gradients are zero. Noise shrinks with it, and so do later gradients; "
+                    "look at the loss, or take a fixed clipping_norm",
                     stacklevel=2,
                 )
 
@@ -291,15 +286,8 @@ def adaptive_clipped_grad(
     """
     rule = Adaptive(clipping_norm, target_quantile, learning_rate, count_noise_stddev)
     grad_fn = per_example_grad_fn(
-        loss_fn,
-        rule,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        expected_batch_size=expected_batch_size,
-        microbatch_size=microbatch_size,
-        second_moment=second_moment,
-        projection_radius=projection_radius,
-        engine=engine,
-    )
+        loss_fn, rule, argnums=argnums, batch_argnums=batch_argnums, has_aux=has_aux,
+        expected_batch_size=expected_batch_size, microbatch_size=microbatch_size,
+        second_moment=second_moment, projection_radius=projection_radius, engine=engine,
+    )  # fmt: skip
     return grad_fn, rule.begin(key)

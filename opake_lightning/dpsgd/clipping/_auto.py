@@ -135,15 +135,9 @@ def auto_clipped_grad(
     tensor([0.5988, 0.7984], dtype=torch.float64)
     """
     grad_fn = per_example_grad_fn(
-        loss_fn,
-        Auto(clipping_norm, stability),
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        expected_batch_size=expected_batch_size,
-        microbatch_size=microbatch_size,
-        second_moment=second_moment,
-        projection_radius=projection_radius,
-        engine=engine,
-    )
+        loss_fn, Auto(clipping_norm, stability),
+        argnums=argnums, batch_argnums=batch_argnums, has_aux=has_aux,
+        expected_batch_size=expected_batch_size, microbatch_size=microbatch_size,
+        second_moment=second_moment, projection_radius=projection_radius, engine=engine,
+    )  # fmt: skip
     return grad_fn, ClipState()

@@ -34,11 +34,10 @@ class _Withheld:
     def __repr__(self) -> str:
         return f"<withheld: {self._place}>"
 
-    def __copy__(self) -> _Withheld:
+    def __deepcopy__(self, memo: object = None) -> _Withheld:
         return self
 
-    def __deepcopy__(self, memo: object) -> _Withheld:
-        return self
+    __copy__ = __deepcopy__
 
     @property
     def __class__(self) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]

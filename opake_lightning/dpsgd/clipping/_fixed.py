@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import optree
@@ -29,19 +30,14 @@ from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.dpsgd.clipping._clip import Engine
 from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
 from opake_lightning.dpsgd.clipping._groups import group_numbers
-from opake_lightning.dpsgd.clipping._rule import (
-    ClippingNorm,
-    ClipState,
-    Fixed,
-    Rule,
-    bounds_of,
-)
+from opake_lightning.dpsgd.clipping._rule import ClippingNorm, ClipState, Fixed, Rule, bounds_of
 from opake_lightning.errors import PrivacyError
 from opake_lightning.types import ClippedPytree, ClipReport, SecondMomentClippedPytree
 
 __all__ = ["GradFn", "SecondMoment", "clipped_grad", "per_example_grad_fn"]
 
 SecondMoment = Literal["aggregate", "per_example"]
+Bounds = tuple[float, ...]  # of the groups
 # Squares of norms in this range, and noise in proportion to them, stay well inside float32.
 _SQUARABLE = (1e-15, 1e15)
 
@@ -126,17 +122,11 @@ def clipped_grad(
     tensor([-0.9000, -1.2000], dtype=torch.float64)
     """
     grad_fn = per_example_grad_fn(
-        loss_fn,
-        Fixed(clipping_norm),
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        expected_batch_size=expected_batch_size,
-        microbatch_size=microbatch_size,
-        second_moment=second_moment,
-        projection_radius=projection_radius,
-        engine=engine,
-    )
+        loss_fn, Fixed(clipping_norm),
+        argnums=argnums, batch_argnums=batch_argnums, has_aux=has_aux,
+        expected_batch_size=expected_batch_size, microbatch_size=microbatch_size,
+        second_moment=second_moment, projection_radius=projection_radius, engine=engine,
+    )  # fmt: skip
     return grad_fn, ClipState()
 
 
@@ -162,13 +152,12 @@ def per_example_grad_fn(
     refuse_engine(engine)
     batch_at = _batch_positions(argnums, batch_argnums)
     clipping = Engine()
-    form = _form_of(second_moment)
-    _check_radius(form, projection_radius, expected_batch_size)
+    form = _form_of(second_moment, projection_radius, expected_batch_size)
     _radius_of(form, bounds_of(rule.clipping_norm, 0), projection_radius)
 
     def grad_fn(*args: Any, state: ClipState) -> tuple[Any, ClipState]:
-        if len(args) <= max(argnums, *batch_at):
-            raise TypeError(f"expected at least {max(argnums, *batch_at) + 1} positional arguments")
+        if len(args) < (least := max(argnums, *batch_at) + 1):
+            raise TypeError(f"expected at least {least} positional arguments")
         params = args[argnums]
         layout = layout_of(params)
         bounds = rule.bounds(state)
@@ -181,6 +170,10 @@ def per_example_grad_fn(
             return loss_fn(*filled)
 
         leaves = [_tracked(leaf) for leaf in layout.leaves(params)]
+        groups = (0,) * len(leaves)
+        if rule.groups is not None:
+            groups = group_numbers(rule.groups, layout.treespec)
+        squared = partial(_factors, rule, bounds, math.sqrt(scale))
         request = Request(
             loss_of,
             leaves,
@@ -189,18 +182,10 @@ def per_example_grad_fn(
             owners_of(loss_fn),
             needs_gradient=getattr(loss_fn, "needs_gradient", False),
             least_bound=min(bounds, default=1.0),
-            groups=(
-                (0,) * len(leaves)
-                if rule.groups is None
-                else group_numbers(rule.groups, layout.treespec)
-            ),
-            factors_of=_factors(rule, bounds, divided_by=scale),
+            groups=groups,
+            factors_of=partial(_factors, rule, bounds, scale),
             # (factor / sqrt(B) * g)^2 = (factor * g)^2 / B
-            square_factors_of=(
-                _factors(rule, bounds, divided_by=math.sqrt(scale))
-                if form == "per_example"
-                else None
-            ),
+            square_factors_of=squared if form == "per_example" else None,
             has_aux=has_aux,
         )
         result, caution, size = clipping.clipped_sum(
@@ -228,39 +213,28 @@ def _tracked(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_()
 
 
-def _factors(
-    rule: Rule, bounds: tuple[float, ...], *, divided_by: float
-) -> Callable[[Tensor], Tensor]:
-    def factors_of(norms: Tensor) -> Tensor:
-        limits: Tensor | float = bounds[0]
-        if len(bounds) > 1:
-            limits = torch.tensor(bounds, dtype=norms.dtype, device=norms.device)[:, None]
-        return torch.where(norms.isfinite(), rule.factors(norms, limits), 0.0) / divided_by
-
-    return factors_of
+def _factors(rule: Rule, bounds: Bounds, divided_by: float, norms: Tensor) -> Tensor:
+    limits: Tensor | float = bounds[0]
+    if len(bounds) > 1:
+        limits = torch.tensor(bounds, dtype=norms.dtype, device=norms.device)[:, None]
+    return torch.where(norms.isfinite(), rule.factors(norms, limits), 0.0) / divided_by
 
 
 def _clipped(
-    result: ClippedSum,
-    layout: Layout,
-    bounds: tuple[float, ...],
-    scale: float,
-    radius: float | None,
+    result: ClippedSum, layout: Layout, bounds: Bounds, scale: float, radius: float | None
 ) -> ClippedPytree | SecondMomentClippedPytree:
-    report = ClipReport(result.norms, bounds)
-    treespec = layout.treespec
     released = {i: group.dtype for group in layout.groups for i in group.members}
     dtypes = tuple([released[i] for i in range(len(released))])
-    gradient = ClippedPytree(
-        optree.tree_unflatten(treespec, result.sums), math.hypot(*bounds) / scale, report, dtypes
-    )
+
+    def pytree(sums: Any, sensitivity: float, report: ClipReport | None) -> ClippedPytree:
+        tree = optree.tree_unflatten(layout.treespec, sums)
+        return ClippedPytree(tree, sensitivity / scale, report, dtypes)
+
+    gradient = pytree(result.sums, math.hypot(*bounds), ClipReport(result.norms, bounds))
     if result.squares is not None:
         # The squares of a group have a norm of at most C_k^2.
         most = math.hypot(*(bound**2 for bound in bounds))
-        square = ClippedPytree(
-            optree.tree_unflatten(treespec, result.squares), most / scale, None, dtypes
-        )
-        return SecondMomentClippedPytree(gradient, square=square)
+        return SecondMomentClippedPytree(gradient, square=pytree(result.squares, most, None))
     if radius is not None:
         return SecondMomentClippedPytree(gradient, projection_radius=radius)
     return gradient
@@ -275,21 +249,16 @@ def _batch_positions(argnums: int, batch_argnums: int | tuple[int, ...]) -> tupl
     return batch_at
 
 
-def _form_of(second_moment: object) -> SecondMoment | None:
-    if second_moment is None or second_moment is False:
-        return None
-    if second_moment is True or second_moment == "aggregate":
-        return "aggregate"
-    if second_moment == "per_example":
-        return "per_example"
-    raise ValueError(
-        f"second_moment must be 'aggregate', 'per_example' or None, got {second_moment!r}"
-    )
-
-
-def _check_radius(
-    form: SecondMoment | None, projection_radius: float | None, expected_batch_size: float | None
-) -> None:
+def _form_of(
+    second_moment: object, projection_radius: float | None, expected_batch_size: float | None
+) -> SecondMoment | None:
+    form = second_moment
+    if isinstance(form, bool):
+        form = "aggregate" if form else None
+    if form not in ("aggregate", "per_example", None):
+        raise ValueError(
+            f"second_moment must be 'aggregate', 'per_example' or None, got {second_moment!r}"
+        )
     if projection_radius is not None and form != "aggregate":
         raise ValueError(
             f"projection_radius={projection_radius!r} is for second_moment='aggregate' only; "
@@ -301,26 +270,21 @@ def _check_radius(
             "expected_batch_size, so that the ball of radius clipping_norm fits the mean gradient, "
             "or projection_radius in the units of the sum"
         )
+    return form
 
 
 def _radius_of(
-    form: SecondMoment | None, bounds: tuple[float, ...], projection_radius: float | None
+    form: SecondMoment | None, bounds: Bounds, projection_radius: float | None
 ) -> float | None:
     """The projection radius of the aggregate form; None for the others."""
-    bound = math.hypot(*bounds)
-    if form == "per_example":
-        _require_squarable("clipping_norm", bound)
-    if form != "aggregate":
+    if form is None:
         return None
-    radius = bound if projection_radius is None else projection_radius
-    _require_squarable("projection_radius", _check.positive("projection_radius", radius))
-    return float(radius)
-
-
-def _require_squarable(name: str, norm: float) -> None:
+    name = "clipping_norm" if form == "per_example" else "projection_radius"
+    norm = math.hypot(*bounds) if projection_radius is None else projection_radius
     least, most = _SQUARABLE
-    if not least <= norm <= most:
+    if not least <= _check.positive(name, norm) <= most:
         raise ValueError(
             f"{name}={norm!r} must be between {least} and {most} for second moments, whose noise "
             "is proportional to its square; rescale the loss"
         )
+    return float(norm) if form == "aggregate" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
@@ -26,32 +27,20 @@ __all__ = [
     "writes",
 ]
 
-_bodies: dict[Any, Any] = {}
-_writers: dict[Any, bool] = {}
 
-
+@cache
 def body_of(func: Any) -> Any:
     """The function itself, if it is one of torch.nn.functional's that is written in Python.
 
     Such a function first asks whether a mode is active, and hands itself over to it. Here the
     question is answered no, so that its own operations are what the mode gets to see.
     """
-    if func not in _bodies:
-        modules = (functional.__dict__, torch.functional.__dict__)
-        python = isinstance(func, FunctionType) and any(func.__globals__ is m for m in modules)
-        _bodies[func] = _unwatched(cast("FunctionType", func)) if python else None
-    return _bodies[func]
-
-
-def _unwatched(func: FunctionType) -> Any:
-    names = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
-    copy = FunctionType(
-        func.__code__,
-        {**func.__globals__, **names},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
+    modules = (functional.__dict__, torch.functional.__dict__)
+    if not isinstance(func, FunctionType) or all(func.__globals__ is not m for m in modules):
+        return None
+    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    names = {**func.__globals__, **dict.fromkeys(asks, _no)}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
@@ -60,19 +49,15 @@ def _no(*_: object) -> bool:
     return False
 
 
+@cache
 def writes(func: Any) -> bool:
     """Whether a function writes to its first argument."""
-    found = _writers.get(func)
-    if found is None:
-        name = getattr(func, "__name__", "")
-        if name == "__set__":  # Tensor.data, as in buffer.data = x
-            found = getattr(func, "__self__", None) is cast("Any", Tensor.data)
-        elif name.startswith("__"):
-            found = name == "__setitem__" or (name.startswith("__i") and name in _INPLACE)
-        else:
-            found = name.endswith("_") and not name.endswith("requires_grad_")
-        _writers[func] = found
-    return found
+    name = getattr(func, "__name__", "")
+    if name == "__set__":  # Tensor.data, as in buffer.data = x
+        return getattr(func, "__self__", None) is cast("Any", Tensor.data)
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name in _INPLACE)
+    return name.endswith("_") and not name.endswith("requires_grad_")
 
 
 def name_of(func: Any) -> str:
@@ -96,28 +81,27 @@ VIEWS = {
     Tensor.unbind, torch.unbind, Tensor.contiguous, Tensor.clone, torch.clone,
 }  # fmt: skip
 # What draws random numbers; a part of a batch gets those that the whole batch would have drawn.
-_DRAWING = (
-    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson",
-    "rand_like", "randn_like", "randint_like", "dropout", "dropout_", "alpha_dropout",
-    "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout",
-    "feature_alpha_dropout_", "rrelu", "rrelu_", "binomial",
-)  # fmt: skip
-_DRAWING_METHODS = (
-    "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_",
-    "geometric_", "bernoulli", "multinomial",
-)  # fmt: skip
-_DRAWING_LAYERS = (
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
-    "rrelu", "rrelu_", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
-)  # fmt: skip
+_DRAWING = {
+    torch: """
+        rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like
+        randn_like randint_like dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout
+        feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_
+    """,
+    Tensor: """
+        normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli
+        multinomial
+    """,
+    functional: """
+        dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_
+        gumbel_softmax fractional_max_pool2d fractional_max_pool3d
+    """,
+}
 RANDOM = {
     getattr(owner, name)
-    for owner, names in (
-        (torch, _DRAWING), (Tensor, _DRAWING_METHODS), (functional, _DRAWING_LAYERS),
-    )
-    for name in names
+    for owner, names in _DRAWING.items()
+    for name in names.split()
     if hasattr(owner, name)
-}  # fmt: skip
+}
 
 
 # What autocast runs in float32; within vmap it does not.

@@ -108,25 +108,22 @@ def group_numbers(groups: PerGroup, treespec: optree.PyTreeSpec) -> tuple[int, .
     """
     names = _names(treespec)
     patterns = [(p, number) for number, (group, _) in enumerate(groups.groups) for p in group]
-    used: set[str] = set()
-    numbers: list[int] = []
-    for name in names:
-        found = [(pattern, number) for pattern, number in patterns if _matches(pattern, name)]
-        if len(found) > 1:
+    found = [[(p, number) for p, number in patterns if _matches(p, name)] for name in names]
+    for name, matches in zip(names, found, strict=True):
+        if len(matches) > 1:
             raise PrivacyError(
                 f"the parameter {name!r} matches the patterns "
-                f"{' and '.join(repr(pattern) for pattern, _ in found)}; every parameter is "
+                f"{' and '.join(repr(pattern) for pattern, _ in matches)}; every parameter is "
                 "clipped in one group, so make the patterns exclude each other"
             )
-        used.update(pattern for pattern, _ in found)
-        numbers.append(found[0][1] if found else len(groups.groups))
+    used = {pattern for matches in found for pattern, _ in matches}
     for pattern, _ in patterns:
         if pattern not in used:
             raise PrivacyError(
                 f"the pattern {pattern!r} matches no trained parameter; a pattern is the beginning "
                 f"of a path, part by part, and the paths are {_some(names)}"
             )
-    rest = [name for name, n in zip(names, numbers, strict=True) if n == len(groups.groups)]
+    rest = [name for name, matches in zip(names, found, strict=True) if not matches]
     if rest and groups.default is None:
         raise PrivacyError(
             f"no pattern matches {_some(rest)}; add one, or give per_group(..., default=...), the "
@@ -137,7 +134,7 @@ def group_numbers(groups: PerGroup, treespec: optree.PyTreeSpec) -> tuple[int, .
             f"default={groups.default!r} has no parameter left to bound, and would only add noise; "
             "leave it out"
         )
-    return tuple(numbers)
+    return tuple(matches[0][1] if matches else len(groups.groups) for matches in found)
 
 
 def _names(treespec: optree.PyTreeSpec) -> list[str]:

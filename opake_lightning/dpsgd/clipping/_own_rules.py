@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,21 +59,18 @@ def per_example_rule(
             values = [_one_row(arg) if tape.is_data(arg) else tape.value(arg) for arg in args]
             output = func(*values, **kwargs)
 
-            def of(index: int) -> Callable[[Tensor], Gradients]:
-                def make(dy: Tensor) -> Gradients:
-                    found = gradients(dy.squeeze(1), *values, **kwargs)[index]
-                    shape = (tape.size, *values[index].shape)
-                    if found is None or found.shape != shape:
-                        got = None if found is None else tuple(found.shape)
-                        raise ValueError(
-                            f"the rule of {name} returned {got} for argument {index}; it must "
-                            f"return one gradient for each example, shape {shape}"
-                        )
-                    return Dense(found)
+            def of(index: int, dy: Tensor) -> Gradients:
+                found = gradients(dy.squeeze(1), *values, **kwargs)[index]
+                shape = (tape.size, *values[index].shape)
+                if found is None or found.shape != shape:
+                    got = None if found is None else tuple(found.shape)
+                    raise ValueError(
+                        f"the rule of {name} returned {got} for argument {index}; it must "
+                        f"return one gradient for each example, shape {shape}"
+                    )
+                return Dense(found)
 
-                return make
-
-            pairs = [(arg, of(index)) for index, arg in enumerate(args)]
+            pairs = [(arg, partial(of, index)) for index, arg in enumerate(args)]
             data = [arg for arg in args if tape.is_data(arg)]
             return tape.record(name, output.unsqueeze(1), pairs, *data)
 
@@ -102,19 +100,19 @@ def check_rule(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
         AssertionError: If an example's gradient is off by more than rounding.
         ValueError: If the function runs one example at a time, or there is nothing to compare.
     """
-    places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
-    batch = tuple([a for a in args if isinstance(a, Tensor) and not a.requires_grad])
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    places = [i for i in tensors if args[i].requires_grad]
+    others = [i for i in tensors if not args[i].requires_grad]
+    batch = tuple([args[i] for i in others])
     if not places or not batch or len(batch[0]) < 2:
         raise ValueError("check_rule needs a parameter, and a batch of at least two examples")
     params = [args[i].detach().requires_grad_() for i in places]
     weights: dict[torch.Size, Tensor] = {}
 
     def loss_of(rows: Sequence[Tensor]) -> Tensor:
-        left, given = list(rows), list(params)
-        filled = [
-            given.pop(0) if i in places else left.pop(0) if isinstance(a, Tensor) else a
-            for i, a in enumerate(args)
-        ]
+        filled = list(args)
+        for place, value in zip((*places, *others), (*params, *rows), strict=True):
+            filled[place] = value
         out = func(*filled, **kwargs)
         if out.shape not in weights:
             draw = torch.Generator().manual_seed(0)
@@ -124,17 +122,13 @@ def check_rule(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
     # Not within the vmap: what is drawn there is another number for each example.
     loss_of([t[:1] for t in batch])
     try:
-        found = run_pass(
-            lambda rows: (loss_of(rows), ()), params, batch, Fence(), contextlib.nullcontext
-        )
+        found = run_pass(lambda rows: (loss_of(rows), ()), params, batch, Fence(), nullcontext)
     except (Alone, Retry) as reason:
         raise ValueError(f"examples of it run one at a time: {reason}") from reason
-    for number, (place, got) in enumerate(zip(places, found.gradients, strict=True)):
-        for i in range(found.size):
-            loss = loss_of([t[i : i + 1] for t in batch])
-            (want,) = torch.autograd.grad(
-                loss, params[number], allow_unused=True, materialize_grads=True
-            )
+    for i in range(found.size):
+        loss = loss_of([t[i : i + 1] for t in batch])
+        wants = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        for place, got, want in zip(places, found.gradients, wants, strict=True):
             with torch.no_grad():
                 row = torch.zeros_like(want) if got is None else got.dense(slice(i, i + 1))[0]
             torch.testing.assert_close(

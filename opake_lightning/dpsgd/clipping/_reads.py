@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` says of each example, if it says the same of all."""
-    inner = _seen(tape, func, args[0])
+    inner = _seen(tape, args[0])
     if inner is None:
         # An array would share the memory, and writes to it would not be seen.
         shared = func is Tensor.numpy and isinstance(tape, Tape) and tape.fence.owns(args[0])
@@ -29,28 +29,24 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tape.fence.reads(place)
     tape.read_by_chance |= tape.is_random(args)
     with outside(), torch.no_grad():
-        values = inner.detach()
+        values = flat = inner.detach()
         if values[0].numel() == 1:
-            answers = [_answer(func, value) for value in values.reshape(tape.size).tolist()]
-            keys = [_key(answer) for answer in answers]
+            answer = _ANSWERS.get(func, _itself)
+            keys = [_key(answer(value)) for value in values.reshape(tape.size).tolist()]
         else:
             # Bit for bit, but for NaN, which is one value whatever its bits.
-            nan = values.new_tensor(math.nan) if values.is_floating_point() else None
-            same = values if nan is None else torch.where(values.isnan(), nan, values)
-            flat = same.reshape(tape.size, -1).cpu()
-            keys = (
-                [row.tobytes() for row in flat.float().numpy()]
-                if (flat.dtype == torch.bfloat16)
-                else [row.tobytes() for row in flat.numpy()]
-            )
+            if flat.is_floating_point():
+                flat = torch.where(flat.isnan(), flat.new_tensor(math.nan), flat)
+            flat = flat.float() if flat.dtype == torch.bfloat16 else flat  # NumPy has no bfloat16
+            keys = [row.tobytes() for row in flat.reshape(tape.size, -1).cpu().numpy()]
         if any(key != keys[0] for key in keys):
             raise Split(keys, place, by_chance=tape.read_by_chance)
         # A copy, as an array may share the memory of the rows.
         return func(values[0].clone(), *args[1:], **kwargs)
 
 
-def _answer(func: Any, value: Any) -> Any:
-    return _ANSWERS[func](value) if func in _ANSWERS else value
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _key(value: Any) -> Any:
@@ -59,37 +55,30 @@ def _key(value: Any) -> Any:
 
 
 def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``equal`` and ``allclose``, which vmap cannot run: whether all elements are."""
+    """What vmap cannot run: whether all elements are equal, or close, or one is contained."""
     left, right = args[:2]
-    if _seen(tape, func, left) is None and _seen(tape, func, right) is None:
+    if _seen(tape, left) is None and _seen(tape, right) is None:
         return NotImplemented
-    if func in (torch.equal, Tensor.equal):
-        if left.shape != right.shape:
-            return False
-        same = (left == right).all()
-    else:
+    if func is _contains:
+        same = (left == right).any()
+    elif func in (torch.allclose, Tensor.allclose):
         same = torch.isclose(*args, **kwargs).all()
+    elif left.shape != right.shape:
+        return False
+    else:
+        same = (left == right).all()
     tape.read_by_chance |= tape.is_random(args)
     return _read(tape, Tensor.__bool__, (same,), {})
 
 
-def _contains(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del kwargs
-    if _seen(tape, func, args[0]) is None and _seen(tape, func, args[1]) is None:
-        return NotImplemented
-    tape.read_by_chance |= tape.is_random(args)
-    return _read(tape, Tensor.__bool__, ((args[0] == args[1]).any(),), {})
-
-
-def _seen(tape: Tape, func: Any, value: Any) -> Tensor | None:
+def _seen(tape: Tape, value: Any) -> Tensor | None:
     """The tensor behind ``value``, examples first; None if it is the same for all of them."""
-    del func
     if not isinstance(value, Tensor) or not _functorch.has_private_names():
         return None
     return _functorch.physical_of(value, tape.level)
 
 
-_bool, _int = Tensor.__bool__, Tensor.__int__
+_contains: Any = cast("Any", Tensor).__contains__
 _ANSWERS: dict[Any, Callable[[Any], Any]] = {
     Tensor.__bool__: bool, Tensor.is_nonzero: bool, torch.is_nonzero: bool, Tensor.__int__: int,
     Tensor.__index__: int, Tensor.__float__: float,
@@ -98,11 +87,8 @@ _READS = (
     *_ANSWERS, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__complex__,
     Tensor.__repr__, Tensor.__format__,  # which would show all rows
 )  # fmt: skip
-CHECKS.update(dict.fromkeys(_READS, _read))
-CHECKS.update(
-    dict.fromkeys((torch.equal, Tensor.equal, torch.allclose, Tensor.allclose), _compared)
-)
-CHECKS[cast("Any", Tensor).__contains__] = _contains
+_COMPARES = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, _contains)
+CHECKS.update(dict.fromkeys(_READS, _read) | dict.fromkeys(_COMPARES, _compared))
 
 
 def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -62,12 +62,13 @@ class Rule(ABC):
 
     clipping_norm: Any
 
-    @abstractmethod
     def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
         """Factors ([G, B]) that keep ``factor * norm`` within ``bounds`` ([G, 1], or one number).
 
-        Asked about norms that are not finite too; what it says then is not used.
+        Unless a rule says otherwise, min(1, bound / norm). Asked about norms that are not finite
+        too; what it says then is not used.
         """
+        return scaled_down(norms, bounds)
 
     @abstractmethod
     def describe(self, steps: int | None = None) -> str | float:
@@ -110,10 +111,6 @@ class Fixed(Rule):
         """Check the norm, that of a schedule at step 0."""
         bounds_of(self.clipping_norm, 0)
 
-    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
-        """min(1, bound / norm)."""
-        return scaled_down(norms, bounds)
-
     def describe(self, steps: int | None = None) -> str | float:
         """The number itself, or what made the groups or the schedule."""
         return describe(self.clipping_norm, steps)
@@ -133,10 +130,11 @@ def bounds_of(clipping_norm: ClippingNorm, step: int) -> tuple[float, ...]:
     """The bound of each group at ``step``, checked."""
     if isinstance(clipping_norm, PerGroup):
         return clipping_norm.bounds
-    why = "noise is proportional to it; use NonPrivate for none"
+    name, bound = "clipping_norm", clipping_norm
     if callable(clipping_norm):
-        return (_check.positive(f"clipping_norm at step {step}", clipping_norm(step), why=why),)
-    return (_check.positive("clipping_norm", clipping_norm, why=why),)
+        name, bound = f"clipping_norm at step {step}", clipping_norm(step)
+    why = "noise is proportional to it; use NonPrivate for none"
+    return (_check.positive(name, bound, why=why),)
 
 
 def check_steps(clipping_norm: ClippingNorm, steps: int) -> None:

@@ -22,8 +22,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    *args: Any,
     **options: Any,
 ) -> Tensor:
     """Each sequence by itself, so those of all examples are one batch."""
@@ -35,7 +34,7 @@ def _attention(
         own = tape.is_data(attn_mask) or tape.is_parameter(attn_mask)
         if own or attn_mask.dim() > 2:
             attn_mask = _mask(tape.own(attn_mask), shape)
-    output = func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    output = func(query, key, value, attn_mask, *args, **options)
     return output.reshape(*shape, *output.shape[-2:])
 
 

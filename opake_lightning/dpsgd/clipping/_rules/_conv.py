@@ -12,7 +12,7 @@ from torch.nn import functional
 from opake_lightning import _pool
 from opake_lightning._tree import wide
 from opake_lightning.dpsgd.clipping._entries import NoRule, rule_for
-from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, squared_norms
+from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer, squared_norms
 from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
@@ -21,6 +21,8 @@ _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convo
 
 # Elements of formed gradients that are looked at together.
 _CHUNK = 1 << 20
+# Places of the output up to which a product of unfolded images takes less than groups of channels.
+_FEW = 64
 
 
 @final
@@ -36,52 +38,45 @@ class _Convolution(Gradients):
     """
 
     def __init__(
-        self,
-        input: Tensor,
-        gradient: Tensor,
-        shape: torch.Size,
-        size: int,
-        how: tuple[list[int], list[int], list[int], int],
+        self, input: Tensor, gradient: Tensor, shape: torch.Size, size: int, how: tuple[Any, ...]
     ) -> None:
         kind = wide(gradient.dtype)
         self.input, self.gradient = input.detach().to(kind), gradient.to(kind)
-        self.shape, self.size, self._how = shape, size, how
+        self.shape, self.size = shape, size
+        *steps, self._groups = how
+        self._stride, self._padding, self._dilation = [_tuple(s, len(shape) - 2) for s in steps]
         self._per = len(input) // size  # rows of one example
-
-    def _weight(self, input: Tensor, gradient: Tensor, copies: int) -> Tensor:
-        """Weight gradient, of ``copies`` groups of channels each with a weight of its own."""
-        stride, padding, dilation, groups = self._how
-        weight = input.new_empty(1).expand(copies * self.shape[0], *self.shape[1:])
-        return _backward(
-            gradient, input, weight, None, stride, padding, dilation, False,
-            [0] * len(stride), copies * groups, [False, True, False],
-        )[1]  # fmt: skip
 
     def dense(self, rows: slice) -> Tensor:
         """The gradients of some examples."""
         start, stop, _ = rows.indices(self.size)
         n, per = stop - start, self._per
-        x = self.input[start * per : stop * per]
-        dy = self.gradient[start * per : stop * per]
-        if (places := self._as_product(x)) is not None:
-            out = torch.bmm(dy.flatten(2), places.flatten(2).mT)
-        else:
-            # Rows become channels: as many groups as there are rows.
-            out = self._weight(x.flatten(0, 1)[None], dy.flatten(0, 1)[None], n * per)
+        x, dy = (t[start * per : stop * per] for t in (self.input, self.gradient))
+        # Rows become channels: as many groups as there are rows, each with a weight of its own.
+        x, dy = x.flatten(0, 1)[None], dy.flatten(0, 1)[None]
+        weight = x.new_empty(1).expand(n * per * self.shape[0], *self.shape[1:])
+        out = _backward(
+            dy, x, weight, None, self._stride, self._padding, self._dilation, False,
+            [0] * len(self._stride), n * per * self._groups, [False, True, False],
+        )[1]  # fmt: skip
         out = out.reshape(n, per, *self.shape)
         return out.sum(1) if per > 1 else out[:, 0]
 
-    def _as_product(self, x: Tensor) -> Tensor | None:
-        """The input at the places of the output, if each is made of a single place."""
-        stride, padding, _, groups = self._how
-        if self.shape[2:].numel() > 1 or any(padding) or groups > 1:
-            return None
-        taken = [slice(None, 1 + s * (n - 1), s) for s, n in zip(stride, self._places, strict=True)]
-        return x[(..., *taken)]
-
-    @property
-    def _places(self) -> torch.Size:
-        return self.gradient.shape[2:]
+    def as_product(self) -> Gradients:
+        """The same as outer products over places, if that takes less time, else itself."""
+        if self._groups > 1:
+            return self
+        places, kernel = self.gradient.shape[2:], self.shape[2:]
+        if kernel.numel() == 1 and not any(self._padding):
+            ends = zip(self._stride, places, strict=True)
+            at = [slice(None, 1 + s * (n - 1), s) for s, n in ends]
+            taken = self.input[(..., *at)].flatten(2)
+        elif len(kernel) == 2 and places.numel() <= _FEW:
+            how: Any = self._dilation, self._padding, self._stride
+            taken = functional.unfold(self.input, kernel, *how)
+        else:
+            return self
+        return Outer(self.gradient.flatten(2).mT, taken.mT, self.size, self.shape)
 
     def chunks(self) -> list[slice]:
         """Rows to look at together: some, as a convolution of one has too little to do."""
@@ -93,16 +88,16 @@ class _Convolution(Gradients):
         if len(self.chunks()) == 1:
             values = self.dense(slice(None))
             return Dense(values, squared_norms(values))
-        values = _pool.empty(
-            self.size * self.shape.numel(), self.gradient.dtype, self.gradient.device
-        ).view(self.size, *self.shape)
+        count = self.size * self.shape.numel()
+        values = _pool.empty(count, self.gradient.dtype, self.gradient.device)
+        values = values.view(self.size, *self.shape)
         norms: list[Tensor] = []
         for rows in self.chunks():
             norms.append(squared_norms(values[rows].copy_(self.dense(rows))))
         return Dense(values, torch.cat(norms))
 
-    # Neither norms from products of places nor a sum of all rows at once: where places cancel, what
-    # is left of a float32 sum is rounding, which only the gradient that was formed has the norm of.
+    # No float32 sum of all rows at once: where places cancel, what is left of it is rounding, which
+    # only the gradient that was formed has the norm of.
 
 
 def _tuple(value: Any, n: int) -> list[int]:
@@ -110,86 +105,49 @@ def _tuple(value: Any, n: int) -> list[int]:
     return values * n if len(values) == 1 else values
 
 
-def _folded(tape: Tape, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+def _how(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1) -> tuple[Any, ...]:
+    return stride, padding, dilation, groups
+
+
+def _how_transposed(
+    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1
+) -> tuple[Any, ...]:
+    del output_padding  # of a gradient it says nothing that its shape does not
+    return stride, padding, dilation, groups
+
+
+_TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+
+
+@rule_for(torch.conv1d, torch.conv2d, torch.conv3d, *_TRANSPOSED)
+def _conv(
+    tape: Tape, func: Any, input: Tensor, weight: Tensor, bias: Any = None, *args: Any, **more: Any
+) -> Tensor:
     """The images of all examples as one batch: a convolution treats each by itself."""
     other = tape.is_data(weight) or tape.is_data(bias) or tape.is_parameter(input)
     if other or not tape.is_data(input) or input.dim() != weight.dim() + 1:
         raise NoRule  # of a single image, or with a weight made of the batch
-    return input.flatten(0, 1)
+    images = input.flatten(0, 1)
+    output = func(images, tape.value(weight), tape.value(bias), *args, **more)
 
+    def weights(dy: Tensor) -> Gradients:
+        x, dy = images.detach().to(dy.dtype), dy.flatten(0, 1)
+        if func in _TRANSPOSED:
+            # The adjoint of a convolution: input and gradient of the output change places.
+            how = _how_transposed(*args, **more)
+            return _Convolution(dy, x, weight.shape, tape.size, how).as_product()
+        stride, padding, dilation, groups = _how(*args, **more)
+        if padding == "same":
+            # Half on each side, and what is odd behind.
+            sizes = zip(_tuple(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
+            total = [d * (k - 1) for d, k in sizes]
+            x = functional.pad(x, [n for t in reversed(total) for n in (t // 2, t - t // 2)])
+        padding = 0 if isinstance(padding, str) else padding
+        how = stride, padding, dilation, groups
+        return _Convolution(x, dy, weight.shape, tape.size, how).as_product()
 
-def _recorded(
-    tape: Tape,
-    name: str,
-    output: Tensor,
-    weight: Tensor,
-    weights: Callable[[Tensor], Gradients],
-    bias: Any,
-    input: Tensor,
-) -> Tensor:
     def biases(dy: Tensor) -> Gradients:
         return tape.summed(dy.flatten(3).sum(3), 1)
 
     output = output.unflatten(0, input.shape[:2])
-    return tape.record(name, output, [(weight, weights), (bias, biases)], input)
-
-
-@rule_for(torch.conv1d, torch.conv2d, torch.conv3d)
-def _conv(
-    tape: Tape,
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    images, n = _folded(tape, input, weight, bias), weight.dim() - 2
-    stride, dilation = _tuple(stride, n), _tuple(dilation, n)
-    output = func(images, tape.value(weight), tape.value(bias), stride, padding, dilation, groups)
-    asymmetric: list[int] = []
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        both = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        asymmetric = [side for total in reversed(both) for side in (total // 2, total - total // 2)]
-        padding = 0
-    padding = _tuple(padding, n)
-
-    def weights(dy: Tensor) -> Gradients:
-        x = images.detach().to(dy.dtype)
-        x = functional.pad(x, asymmetric) if asymmetric else x
-        how = (stride, padding, dilation, groups)
-        return _Convolution(x, dy.flatten(0, 1), weight.shape, tape.size, how)
-
-    return _recorded(tape, "convolution", output, weight, weights, bias, input)
-
-
-@rule_for(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-def _transposed(
-    tape: Tape,
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
-    """The adjoint of a convolution: input and gradient of the output change places."""
-    images, n = _folded(tape, input, weight, bias), weight.dim() - 2
-    output = func(
-        images, tape.value(weight), tape.value(bias), stride, padding, output_padding, groups,
-        dilation,
-    )  # fmt: skip
-
-    def weights(dy: Tensor) -> Gradients:
-        x = images.detach().to(dy.dtype)
-        how = (_tuple(stride, n), _tuple(padding, n), _tuple(dilation, n), groups)
-        return _Convolution(dy.flatten(0, 1), x, weight.shape, tape.size, how)
-
-    return _recorded(tape, "transposed convolution", output, weight, weights, bias, input)
+    return tape.record("convolution", output, [(weight, weights), (bias, biases)], input)

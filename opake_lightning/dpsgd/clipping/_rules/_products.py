@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,8 @@ def _linear(tape: Tape, func: Any, input: Tensor, weight: Any, bias: Any = None)
     def weights(dy: Tensor) -> Gradients:
         return tape.outer(dy, input.detach())
 
-    def biases(dy: Tensor) -> Gradients:
-        return tape.summed(dy, 1)
-
-    output = tape.record("linear", output, [(weight, weights), (bias, biases)], input)
+    uses = [(weight, weights), (bias, partial(tape.summed, keep=1))]
+    output = tape.record("linear", output, uses, input)
     return output.view(*input.shape[:-1], output.shape[-1])
 
 
@@ -39,9 +38,8 @@ def _bilinear(
     tape: Tape, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None
 ) -> Tensor:
     """Y_o = Σ_ij x_i W_oij z_j + b_o: dW = Σₜ (dyₜ ⊗ xₜ) zₜᵀ."""
-    if tape.is_data(weight) or tape.is_data(bias) or tape.is_parameter(input1):
-        raise NoRule
-    if not tape.is_data(input1) or not tape.is_data(input2):
+    of_data = [tape.is_data(value) for value in (input1, input2, weight, bias)]
+    if of_data != [True, True, False, False]:
         raise NoRule
     output = func(input1, input2, tape.value(weight), tape.value(bias))
 
@@ -50,39 +48,28 @@ def _bilinear(
         pairs = tape.rows(dy, 1).unsqueeze(3) * x.unsqueeze(2)
         return tape.outer(pairs.flatten(2), z, weight.shape)
 
-    def biases(dy: Tensor) -> Gradients:
-        return tape.summed(dy, 1)
-
-    return tape.record("bilinear", output, [(weight, weights), (bias, biases)], input1, input2)
+    uses = [(weight, weights), (bias, partial(tape.summed, keep=1))]
+    return tape.record("bilinear", output, uses, input1, input2)
 
 
 @rule_for(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)
 def _matmul(tape: Tape, func: Any, left: Tensor, right: Tensor) -> Tensor:
-    del func
-    if tape.is_parameter(left):
-        return _matmul_left(tape, left, right)
+    """Y = x W: dW = Σₜ xₜ dyₜᵀ, or Y = W x: dW = dy xᵀ."""
+    param, data = (left, right) if tape.is_parameter(left) else (right, left)
     # With the examples in front, a vector of each would be taken for a matrix.
-    if not tape.is_data(left) or tape.is_data(right) or left.dim() < 3 or right.dim() > 2:
+    if not tape.is_data(data) or tape.is_data(param) or data.dim() < 3:
         raise NoRule
-    output = torch.matmul(left, tape.value(right))
+    if param.dim() not in ((2,) if param is left else (1, 2)):
+        raise NoRule
 
     def weights(dy: Tensor) -> Gradients:
-        x, dy = left.detach().to(dy.dtype), dy.unsqueeze(-1) if right.dim() == 1 else dy
-        return tape.outer(x, dy, right.shape)
+        x = data.detach().to(dy.dtype)
+        if param is left:
+            return tape.outer(dy.mT, x.mT)
+        return tape.outer(x, dy.unsqueeze(-1) if param.dim() == 1 else dy, param.shape)
 
-    return tape.record("matmul", output, [(right, weights)], left)
-
-
-def _matmul_left(tape: Tape, left: Tensor, right: Tensor) -> Tensor:
-    """Y = W x: dW = dy xᵀ."""
-    if not tape.is_data(right) or left.dim() != 2 or right.dim() < 3:
-        raise NoRule
-    output = torch.matmul(tape.value(left), right)
-
-    def weights(dy: Tensor) -> Gradients:
-        return tape.outer(dy.mT, right.detach().mT)
-
-    return tape.record("matmul", output, [(left, weights)], right)
+    output = torch.matmul(tape.value(left), tape.value(right))
+    return tape.record("matmul", output, [(param, weights)], data)
 
 
 @rule_for(torch.addmm, Tensor.addmm)
@@ -122,14 +109,12 @@ def _einsum(tape: Tape, func: Any, equation: Any, *operands: Any) -> Tensor:
     example = free[0]
     letters = [example + x if tape.is_data(v) else x for x, v in zip(letters, values, strict=True)]
     others = [(x, v) for i, (x, v) in enumerate(zip(letters, values, strict=True)) if i != place]
-    output = func(
-        f"{','.join(letters)}->{example}{result}", *[tape.value(value) for value in values]
-    )
+    terms = ",".join(letters)
+    output = func(f"{terms}->{example}{result}", *[tape.value(value) for value in values])
 
     def gradients(dy: Tensor) -> Gradients:
         terms = ",".join([example + result, *[x for x, _ in others]])
-        return Dense(
-            torch.einsum(f"{terms}->{example}{own}", dy, *[v.detach().to(dy) for _, v in others])
-        )
+        factors = [v.detach().to(dy) for _, v in others]
+        return Dense(torch.einsum(f"{terms}->{example}{own}", dy, *factors))
 
     return tape.record("einsum", output, [(param, gradients)], *[v for _, v in others])

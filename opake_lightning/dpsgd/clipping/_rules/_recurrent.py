@@ -1,17 +1,18 @@
-r"""Recurrent layers, which vmap cannot run: unrolled, with a backward pass of their own.
+r"""Recurrent layers, which vmap cannot run: unrolled over the steps of a sequence.
 
-Of a layer, :math:`g_t = W x_t + b` is one product over all steps. What a step adds to it,
-:math:`W' h_{t-1}`, has the gradient that :math:`g_t` has (in a GRU times r, for the candidate), so
-the gradient of g over all steps is all that the gradients of W, W' and both biases need.
+Of a layer, :math:`g_t = W x_t + b` is one product over all steps. What the state before a step
+adds, :math:`r_t = W' h_{t-1} + b'`, is made step by step from an addend that is recorded for all
+steps at once. So the gradients of g and r over all steps are all that those of W, W' and both
+biases need, and likewise for a projection of the state.
 
 Packed sequences run over all steps, and a sequence that has ended keeps its state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,204 +25,83 @@ from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
 
-Kind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+State = tuple[Tensor, Tensor]  # h and c; those without c have h twice
+Uses = list[tuple[Any, Callable[[Tensor], Gradients]]]
 
 
-@dataclass(slots=True)
-class _Cell:
-    """One layer in one direction: weights, and what its backward pass needs. Time comes first."""
+def _step(kind: str, r: Tensor, g: Tensor, h: Tensor, c: Tensor) -> State:
+    """State after a step, from that before it and its part ``r``, to which g was added.
 
-    kind: Kind
-    w: Tensor
-    bias: Tensor | None = None  # of a GRU's recurrent part
-    projection: Tensor | None = None
-    mask: Tensor | None = None  # [T, N, 1], whether a sequence goes on
-    states: list[Tensor] = field(default_factory=list[Tensor])  # h before each step
-    cells: list[Tensor] = field(default_factory=list[Tensor])
-    gates: list[Tensor] = field(default_factory=list[Tensor])
-    inner: list[Tensor] = field(default_factory=list[Tensor])  # tanh(c), or a GRU's W'h + b
-
-    def step(self, g: Tensor, h: Tensor, c: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor]:
-        """State after a step with input part ``g`` and, if projected, the addend ``p``."""
-        if self.kind == "gru":
-            return self._gru(g, h), c
-        a = torch.addmm(g, h, self.w.t())
-        if self.kind != "lstm":
-            out = a.tanh_() if self.kind == "rnn_tanh" else a.relu_()
-            self.gates.append(out)
-            return out, c
-        i, f, candidate, o = a.chunk(4, 1)
-        for gate in (i, f, o):
-            gate.sigmoid_()
-        candidate.tanh_()
-        new = torch.addcmul(i * candidate, f, c)
-        inner = new.tanh()
-        self.gates.append(a)
-        self.inner.append(inner)
-        out = o * inner
-        if self.projection is not None:
-            assert p is not None
-            out = torch.addmm(p, out, self.projection.t())
-        return out, new
-
-    def _gru(self, g: Tensor, h: Tensor) -> Tensor:
-        size = h.shape[1]
-        recurrent = h @ self.w.t() if self.bias is None else torch.addmm(self.bias, h, self.w.t())
-        gates = (g[:, : 2 * size] + recurrent[:, : 2 * size]).sigmoid_()
-        r, z = gates.chunk(2, 1)
-        n = torch.addcmul(g[:, 2 * size :], r, recurrent[:, 2 * size :]).tanh_()
-        self.gates.append(torch.cat([gates, n], 1))
-        self.inner.append(recurrent[:, 2 * size :])
-        return torch.addcmul(n, z, h - n)
-
-    def back(self, t: int, dh: Tensor, dc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of g, of h and of c before step t, from those after it."""
-        if self.kind == "gru":
-            return self._gru_back(t, dh, dc)
-        if self.kind != "lstm":
-            out = self.gates[t]
-            d = dh * (1 - out * out) if self.kind == "rnn_tanh" else dh * (out > 0)
-            return d, d @ self.w, dc
-        if self.projection is not None:
-            dh = dh @ self.projection
-        i, f, candidate, o = self.gates[t].chunk(4, 1)
-        inner = self.inner[t]
-        dc = torch.addcmul(dc, dh * o, 1 - inner * inner)
-        d = torch.cat([dc * candidate, dc * self.cells[t], dc * i, dh * inner], 1)
-        gates = self.gates[t]
-        slope = gates - gates * gates
-        size = candidate.shape[1]
-        slope[:, 2 * size : 3 * size] = 1 - candidate * candidate
-        d.mul_(slope)
-        return d, d @ self.w, dc * f
-
-    def _gru_back(self, t: int, dh: Tensor, dc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r, z, n = self.gates[t].chunk(3, 1)
-        dn = (dh - dh * z) * (1 - n * n)
-        dz = dh * (self.states[t] - n) * (z - z * z)
-        dr = dn * self.inner[t] * (r - r * r)
-        d = torch.cat([dr, dz, dn], 1)
-        return d, torch.addmm(dh * z, torch.cat([dr, dz, dn * r], 1), self.w), dc
-
-
-class _Unrolled(torch.autograd.Function):
-    """All steps of a cell. Weights have no gradient here: the tape finds it."""
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, h: Tensor, c: Tensor, p: Tensor | None, cell: _Cell) -> Any:
-        """Outputs [T, N, H], and the last states."""
-        with torch.autocast(g.device.type, enabled=False):
-            return _Unrolled._forward(ctx, g, h, c, p, cell)
-
-    @staticmethod
-    def _forward(ctx: Any, g: Tensor, h: Tensor, c: Tensor, p: Tensor | None, cell: _Cell) -> Any:
-        outs: list[Tensor] = []
-        steps = g.unbind()
-        addends = [None] * len(steps) if p is None else p.unbind()
-        for t, (row, addend) in enumerate(zip(steps, addends, strict=True)):
-            cell.states.append(h)
-            cell.cells.append(c)
-            new, cells = cell.step(row, h, c, addend)
-            if cell.mask is not None:
-                new = torch.where(cell.mask[t], new, h)
-                cells = torch.where(cell.mask[t], cells, c)
-            h, c = new, cells
-            outs.append(h)
-        ctx.cell, ctx.projected = cell, p is not None
-        return torch.stack(outs), h.clone(), c.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Through time, from the last step to the first."""
-        (douts, dh, dc), cell = gradients, ctx.cell
-        found: list[Tensor] = []
-        projected: list[Tensor] = []
-        for t in reversed(range(len(douts))):
-            dh = dh + douts[t]
-            on = None if cell.mask is None else cell.mask[t]
-            here, cells = (dh, dc) if on is None else (dh * on, dc * on)
-            d, before, before_c = cell.back(t, here, cells)
-            dh, dc = (before, before_c) if on is None else (before + dh * ~on, before_c + dc * ~on)
-            found.append(d)
-            projected.append(here)
-        dp = torch.stack(projected[::-1]) if ctx.projected else None
-        return torch.stack(found[::-1]), dh, dc, dp, None
+    Not so in a GRU, which multiplies r by a gate first.
+    """
+    if kind == "gru":
+        (gr, gz, gn), (rr, rz, rn) = g.chunk(3, -1), r.chunk(3, -1)
+        z, n = (gz + rz).sigmoid(), torch.addcmul(gn, (gr + rr).sigmoid(), rn).tanh()
+        return torch.addcmul(n, z, h - n), c
+    if kind != "lstm":
+        return r.tanh() if kind == "rnn_tanh" else r.relu(), c
+    i, f, candidate, o = r.unsafe_chunk(4, -1)  # to be written to
+    c = torch.addcmul(i.sigmoid_() * candidate.tanh_(), f.sigmoid_(), c)
+    return o.sigmoid_() * c.tanh(), c
 
 
 def _layer(
-    tape: Tape,
-    kind: Kind,
-    x: Tensor,
-    state: tuple[Tensor, Tensor],
-    weights: list[Any],
-    mask: Tensor | None,
-    *,
-    biases: bool,
+    tape: Tape, kind: str, x: Tensor, state: State, weights: list[Any], mask: Any, *, biases: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer in one direction: outputs and last states of ``x``, [T, N, features]."""
     w_in, w, *rest = weights
     b_in, b = rest[:2] if biases else (None, None)
     w_out = rest[-1] if len(rest) > 2 * biases else None
-    # A GRU's recurrent bias is inside of what r multiplies.
-    shift = None if b_in is None else tape.value(b_in)
-    if shift is not None and kind != "gru":
-        shift = shift + tape.value(b)
-    cell = _Cell(
-        kind,
-        tape.value(w),
-        tape.value(b) if kind == "gru" and b is not None else None,
-        None if w_out is None else tape.value(w_out),
-        mask,
-    )
-    steps = len(x)
+    before: list[Tensor] = []  # the state before each step
+    inner: list[Tensor] = []  # the state after each step, before its projection
 
     def by_example(value: Tensor) -> Tensor:
         """[T, N, k] to [size, places, k]."""
         return tape.rows(value.transpose(0, 1), 1)
 
-    def recurrent(d: Tensor) -> Tensor:
-        if kind != "gru":
-            return d
-        r, _, _ = torch.stack(cell.gates).chunk(3, 2)
-        dr, dz, dn = d.chunk(3, 2)
-        return torch.cat([dr, dz, dn * r], 2)
+    def uses(weight: Any, bias: Any, factors: Callable[[], Tensor]) -> Uses:
+        """Of a product of ``weight`` and the factors of all steps."""
+        return [
+            (weight, lambda d: tape.outer(by_example(d), by_example(factors().detach()))),
+            (bias, lambda d: tape.summed(by_example(d), 1)),
+        ]
 
-    def of_input(d: Tensor) -> Gradients:
-        return tape.outer(by_example(d), by_example(x.detach()))
+    def addend(weight: Any, bias: Any, of: Uses) -> Tensor:
+        """What the product of ``weight`` and a state is added to, for all steps."""
+        values = w.new_zeros(*x.shape[:2], len(weight))
+        return tape.record("addend", values if bias is None else values + tape.value(bias), of)
 
-    def of_state(d: Tensor) -> Gradients:
-        return tape.outer(by_example(recurrent(d)), by_example(torch.stack(cell.states[:steps])))
-
-    def of_shift(d: Tensor) -> Gradients:
-        return tape.summed(by_example(d), 1)
-
-    def of_state_shift(d: Tensor) -> Gradients:
-        return tape.summed(by_example(recurrent(d)), 1)
-
-    def of_projection(d: Tensor) -> Gradients:
-        gates = torch.stack(cell.gates)
-        return tape.outer(by_example(d), by_example(gates.chunk(4, 2)[3] * torch.stack(cell.inner)))
-
-    uses = [(w_in, of_input), (w, of_state), (b_in, of_shift), (b, of_state_shift)]
-    g = tape.record(kind, functional.linear(x, tape.value(w_in), shift), uses, x)
-    addend = None
-    if w_out is not None:
-        addend = x.new_zeros(*x.shape[:2], w_out.shape[0], dtype=cell.w.dtype)
-        addend = tape.record("projection", addend, [(w_out, of_projection)])
+    of_input, of_state = uses(w_in, b_in, lambda: x), uses(w, b, lambda: torch.stack(before))
+    r, shift = None, tape.value(b_in)
+    if kind == "gru":
+        r = addend(w, b, of_state)
+    else:
+        of_input += of_state
+        shift = None if b is None else shift + tape.value(b)
+    g = tape.record(kind, functional.linear(x, tape.value(w_in), shift), of_input, x)
     # Time steps are in the type of the weights, whatever autocast says of products.
-    wide = [value.to(cell.w.dtype) for value in (g, *state)]
-    return cast("Any", _Unrolled.apply(*wide, addend, cell))
+    g, h, c = [value.to(w.dtype) for value in (g, *state)]
+    r, by_state, p, by_inner = g if r is None else r, tape.value(w).t(), None, w
+    if w_out is not None:
+        p = addend(w_out, None, uses(w_out, None, lambda: torch.stack(inner))).unbind()
+        by_inner = tape.value(w_out).t()
+    outputs: list[Tensor] = []
+    with torch.autocast(x.device.type, enabled=False):
+        for t, (gt, rt) in enumerate(zip(g.unbind(), r.unbind(), strict=True)):
+            before.append(h)
+            new, new_c = _step(kind, torch.addmm(rt, h, by_state), gt, h, c)
+            if p is not None:
+                inner.append(new)
+                new = torch.addmm(p[t], new, by_inner)
+            if mask is not None:
+                new, new_c = torch.where(mask[t], new, h), torch.where(mask[t], new_c, c)
+            h, c = new, new_c
+            outputs.append(h)
+    return torch.stack(outputs), h, c
 
 
 def _stacked(
-    tape: Tape,
-    kind: Kind,
-    x: Tensor,
-    states: tuple[Tensor, Tensor],
-    weights: list[Any],
-    lengths: Tensor | None,
-    options: tuple[Any, ...],
+    tape: Tape, kind: str, x: Tensor, states: State, weights: Any, lengths: Any, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All layers of ``x``, [T, N, features], from states [layers · directions, N, ...]."""
     biases, layers, dropout, train, bidirectional = options
@@ -235,23 +115,18 @@ def _stacked(
         backwards = torch.where(times < lengths, lengths - 1 - times, times).unsqueeze(2)
 
     def turned(value: Tensor) -> Tensor:
-        if backwards is None:
-            return value.flip(0)
-        return value.gather(0, backwards.expand_as(value))
+        return value.flip(0) if backwards is None else value.gather(0, backwards.expand_as(value))
 
-    last: list[tuple[Tensor, Tensor]] = []
+    last: list[State] = []
     for layer in range(layers):
         outs: list[Tensor] = []
-        for direction in range(directions):
-            n = layer * directions + direction
-            state = states[0][n], states[1][n]
-            own = weights[n * each : (n + 1) * each]
-            out, h, c = _layer(
-                tape, kind, turned(x) if direction else x, state, own, mask, biases=biases
-            )
-            outs.append(turned(out) if direction else out)
+        for n in range(layer * directions, (layer + 1) * directions):
+            own, state = weights[n * each : (n + 1) * each], (states[0][n], states[1][n])
+            along = turned(x) if outs else x  # the second direction
+            out, h, c = _layer(tape, kind, along, state, own, mask, biases=biases)
+            outs.append(turned(out) if outs else out)
             last.append((h, c))
-        x = torch.cat(outs, 2) if directions > 1 else outs[0]
+        x = torch.cat(outs, 2)
         if mask is not None:
             x = x * mask
         if dropout and train and layer < layers - 1:
@@ -260,32 +135,27 @@ def _stacked(
     return x, h, c
 
 
-def _recurrent(tape: Tape, func: Any, *args: Any) -> Any:
+def _recurrent(tape: Tape, func: Any, input: Tensor, *args: Any) -> Any:
     """The four functions behind ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, packed or not."""
-    kind: Kind = func.__name__
-    input, second, *rest = args
-    packed = isinstance(rest[0], (tuple, list)) and kind == "lstm" and isinstance(second, Tensor)
-    packed = packed or (kind != "lstm" and isinstance(rest[0], Tensor))
-    hx = rest.pop(0) if packed else second
-    weights, *options = rest
-    lengths = None
+    kind = func.__name__
+    packed = isinstance(args[2], (tuple, list))  # the weights, behind the sizes of a packed one
+    hx, weights, *options = args[packed:]
+    if not tape.is_data(input) or any(tape.is_data(w) for w in weights):
+        raise NoRule
+    lengths, batch_first = None, packed or options.pop()
     if packed:
-        _, lengths = tape.packed.get(id(second), (second, 0))
+        _, lengths = tape.packed.get(id(args[0]), (args[0], 0))
         if isinstance(lengths, int):
             raise NoRule
         x, lead = input.transpose(0, 1), input.shape[:1]
     else:
-        x = input if options.pop() else input.transpose(1, 2)
-        lead = x.shape[:2]
-        x = x.flatten(0, 1).transpose(0, 1)
-    if not tape.is_data(input) or any(tape.is_data(w) for w in weights):
-        raise NoRule
-    given = hx if isinstance(hx, (tuple, list)) else (hx, hx)
-    states = [tape.own(state).transpose(0, 1).flatten(1, 2) for state in given]
-    out, *last = _stacked(tape, kind, x, (states[0], states[1]), weights, lengths, tuple(options))
+        x = input if batch_first else input.transpose(1, 2)
+        x, lead = x.flatten(0, 1).transpose(0, 1), x.shape[:2]
+    given = hx if kind == "lstm" else (hx, hx)
+    h, c = (tape.own(state).transpose(0, 1).flatten(1, 2) for state in given)
+    out, *last = _stacked(tape, kind, x, (h, c), weights, lengths, *options)
     out = out.transpose(0, 1).unflatten(0, lead)
-    if not packed and not args[-1]:
-        out = out.transpose(1, 2)
+    out = out if batch_first else out.transpose(1, 2)
     h, c = (s.unflatten(1, (tape.size, -1)).transpose(0, 1) for s in last)
     return (out, h, c) if kind == "lstm" else (out, h)
 
@@ -300,17 +170,10 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 def _cell(func: Any, x: Tensor, hx: Any, w_in: Tensor, w: Tensor, b_in: Any, b: Any) -> Any:
     """A step of a cell in products that have rules."""
     kind = func.__name__.removesuffix("_cell")
-    h = hx[0] if kind == "lstm" else hx
+    h, c = hx if kind == "lstm" else (hx, hx)
     g, r = functional.linear(x, w_in, b_in), functional.linear(h, w, b)
-    if kind == "gru":
-        (gr, gz, gn), (rr, rz, rn) = g.chunk(3, -1), r.chunk(3, -1)
-        z, n = (gz + rz).sigmoid(), (gn + (gr + rr).sigmoid() * rn).tanh()
-        return n + z * (h - n)
-    if kind != "lstm":
-        return (g + r).tanh() if kind == "rnn_tanh" else (g + r).relu()
-    i, f, candidate, o = (g + r).chunk(4, -1)
-    c = f.sigmoid() * hx[1] + i.sigmoid() * candidate.tanh()
-    return o.sigmoid() * c.tanh(), c
+    h, c = _step(kind, r if kind == "gru" else g + r, g, h, c)
+    return (h, c) if kind == "lstm" else h
 
 
 for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
