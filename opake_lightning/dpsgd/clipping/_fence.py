@@ -139,7 +139,8 @@ class Fence:
 
     def _look_closer(self) -> None:
         """From here on a plain value may say something, in long arrays and flags of tensors too."""
-        self._at_read.remember_arrays()
+        for places in (self._at_start, self._at_read):
+            places.remember_arrays()
         self._tensors_at_read = [
             (tensor, tensor.requires_grad, tensor.detach())
             for tensor, _ in self._tensors().values()

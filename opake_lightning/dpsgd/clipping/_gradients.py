@@ -13,6 +13,7 @@ float64: in float32 the sum of 20,000 aligned gradients moves by 1.0004 of one w
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -45,6 +46,8 @@ _CHUNK = 1 << 18
 _BLOCK = 1 << 8
 # Places t from which on a second product over them takes longer than to write and read gradients.
 FORMED_FROM = 16
+# Binary digits of a float64 sum that are kept where it goes through another type.
+_DIGITS = 48
 # A product in float64 takes about as long as four in float32.
 _GRAM_COST = 4
 # Elements of gradients so small that calls take longer than what is computed.
@@ -322,10 +325,14 @@ class Pulled(Gradients):
             return
         inner = torch.zeros(self.inner.shape, dtype=torch.float64, device=out.device)
         self.inner.add_weighted(factors, inner)
-        # Elements are only moved, so the two parts of float64 can be moved one after the other.
-        high = inner.to(self.computed.dtype)
-        for part in (high, inner - high):
-            out.add_(self._pull(part, batched=False))
+        # Elements are only moved, so float64 can be moved digits by digits, in the type of the leaf.
+        kind = self.computed.dtype
+        parts = math.ceil(_DIGITS / (1 - math.log2(torch.finfo(kind).eps)))
+        for _ in range(parts if inner.numel() else 0):
+            scale = float(inner.abs().amax()) or 1.0  # float16 would leave its range
+            part = (inner / scale).to(kind)
+            out.add_(self._pull(part, batched=False), alpha=scale)
+            inner.sub_(part.double(), alpha=scale)
 
     def formed(self) -> Dense | None:
         """All of them, if each would have to be computed twice."""
