@@ -172,7 +172,6 @@ def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @_check_of(_tracks.__get__)
 def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del func, kwargs
     if isinstance(tape, Tape) and not _functorch.has_private_names():
         raise RuntimeError("whether a tensor of an example requires a gradient")
     if _in_tape(tape) and _functorch.is_batched(args[0]):
@@ -182,7 +181,6 @@ def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @_check_of(Tensor.backward, torch.autograd.backward)
 def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del args, kwargs
     raise tape.refuse(
         f"the loss calls {place_of(func)}, which adds raw gradients up in .grad; return the loss, "
         "or take torch.autograd.grad of what the example says"
@@ -191,7 +189,6 @@ def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @_check_of(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del args, kwargs
     raise tape.refuse(
         f"the loss calls {place_of(func)}; hooks on gradients are not run when every example has "
         "its own. Write what it does into the loss, as a torch.autograd.Function with setup_context"
@@ -201,7 +198,6 @@ def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @_check_of(_functorch.custom_function_call)
 def _own_vmap(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A ``vmap`` of the loss's own gets the rows of all examples, and could mix them."""
-    del tape, func, kwargs
     if args[0].vmap is not torch.autograd.Function.vmap:
         raise RuntimeError(f"the vmap method of {args[0].__name__}; generate_vmap_rule=True does")
     return NotImplemented
@@ -213,7 +209,6 @@ def _own_vmap(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 @_check_of(cast("Any", torch)._nested_tensor_from_mask_left_aligned)
 def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """TransformerEncoder's nested tensors have another shape for each example."""
-    del tape, func, args, kwargs
     return False
 
 
@@ -223,7 +218,6 @@ def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 @_check_of(Tensor.scatter_)
 def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``pack_padded_sequence`` uses it: what it returns apart has a batching rule."""
-    del func
     if not tape.level or kwargs or _functorch.physical_of(args[0], tape.level) is None:
         return NotImplemented
     return args[0].copy_(torch.scatter(*args))
@@ -237,7 +231,6 @@ def _select_scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Under vmap torch adds the gradient of the source up, once for each place along ``dim``."""
     if not tape.level or kwargs:
         return NotImplemented
-    del func
     input, source, dim, index = args
     dim %= input.dim()
     shape = [-1 if d == dim else 1 for d in range(input.dim())]

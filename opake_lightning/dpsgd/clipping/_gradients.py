@@ -325,7 +325,7 @@ class Pulled(Gradients):
             return
         inner = torch.zeros(self.inner.shape, dtype=torch.float64, device=out.device)
         self.inner.add_weighted(factors, inner)
-        # Elements are only moved, so float64 can be moved digits by digits, in the type of the leaf.
+        # Elements are only moved, so float64 can be moved some digits at a time, in another type.
         kind = self.computed.dtype
         parts = math.ceil(_DIGITS / (1 - math.log2(torch.finfo(kind).eps)))
         for _ in range(parts if inner.numel() else 0):

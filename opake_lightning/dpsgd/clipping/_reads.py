@@ -93,7 +93,6 @@ CHECKS.update(dict.fromkeys(_READS, _read) | dict.fromkeys(_COMPARES, _compared)
 
 def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indexing by what vmap cannot: a slice that ends at a tensor, or a mask that is written to."""
-    del kwargs
     if not _functorch.has_private_names() or not tape.level:
         return NotImplemented
     target, index, *value = args

@@ -137,7 +137,6 @@ class Tape(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, seeing what goes in and comes out."""
-        del types
         kwargs = kwargs or {}
         try:
             out = self._call(func, args, kwargs)

@@ -77,7 +77,6 @@ def _addmm(
     tape: Tape, func: Any, bias: Tensor, left: Tensor, right: Tensor, **scale: Any
 ) -> Tensor:
     """Y = b + x W."""
-    del func
     plain = tape.is_data(left) and not tape.is_data(right) and not tape.is_data(bias)
     if scale or not plain or bias.dim() != 1 or tape.is_parameter(left):
         raise NoRule
