@@ -21,6 +21,7 @@ __all__ = [
     "body_of",
     "in_float32",
     "is_basic",
+    "line_of",
     "name_of",
     "place_of",
     "tensors_in",
@@ -143,11 +144,25 @@ def place_of(func: Any) -> str:
     """A function, and the line of the user's code that called it."""
     frame: Any = cast("Any", sys)._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", "opake_lightning", "optree", "contextlib"):
+        if _is_users(frame):
             return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
         frame = frame.f_back
     return name_of(func)
+
+
+def line_of(error: BaseException) -> str:
+    """The last line of the user's code that an exception came through; "" if there is none."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _is_users(frame: Any) -> bool:
+    root = frame.f_globals.get("__name__", "").partition(".")[0]
+    return root not in ("torch", "opake_lightning", "optree", "contextlib")
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from opake_lightning.dpsgd.clipping._entries import (
     Use,
 )
 from opake_lightning.dpsgd.clipping._fence import Fence
+from opake_lightning.dpsgd.clipping._functions import line_of
 from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Pulled, total
 from opake_lightning.dpsgd.clipping._tape import Tape
 from opake_lightning.errors import PrivacyError
@@ -194,8 +195,10 @@ def run_pass(
             if tapes and (refusal := tapes[0].refusal) is not None:
                 raise refusal from error
             why = tapes[0].failure if tapes else ""
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise Alone(why or f"{type(error).__name__}: {lines[0][:200]}") from error
+            if not why:
+                lines = str(error).splitlines() or [type(error).__name__]
+                why = f"{line_of(error) or type(error).__name__}: {lines[0][:200]}"
+            raise Alone(why) from error
         finally:
             for tape in tapes:
                 tape.close()
@@ -246,7 +249,7 @@ def _backward(
         if gradient is not None:
             raise Alone(
                 f"the parameter {{{number}}} is used where no function of torch shows it, such as "
-                "TorchScript or a torch.autograd.Function"
+                "TorchScript, a torch.autograd.Function, or torch.func.grad of the parameter"
             )
     for number, gradient in enumerate(found[n : n + len(copies)]):
         if gradient is not None:

@@ -115,59 +115,6 @@ def weight_as_an_input(dtype):
     return Case(params, loss_fn, torch.randn(B, 5, dtype=dtype))
 
 
-# -- autograd functions and kernels with gradients of their own -----------------------------------
-
-
-class _Scaled(torch.autograd.Function):
-    """x @ w.T with a backward of its own, in the form that function transforms need."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w.t()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
-
-
-class _ScaledTheOldWay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
-
-
-def _custom(function: Any, dtype: torch.dtype) -> Case:
-    params = normal(dtype, w=(4, 6), out=(3, 4))
-    return Case(
-        params,
-        lambda p, x: reduced(F.linear(function.apply(x, p["w"]), p["out"])),
-        torch.randn(B, 6, dtype=dtype),
-    )
-
-
-@case()
-def autograd_function(dtype):
-    return _custom(_Scaled, dtype)
-
-
-@case(**ALONE)
-def autograd_function_without_setup_context(dtype):
-    return _custom(_ScaledTheOldWay, dtype)
-
-
 class _Recurrent(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

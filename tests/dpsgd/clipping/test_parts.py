@@ -112,6 +112,27 @@ def test_that_rows_run_alone_is_said_once_and_where():
     assert distance(grads.pytree, looped(_alone, W, X, 1.0)) < 1e-6
 
 
+class _Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy
+
+
+def _of_old(w: Tensor, x: Tensor) -> Tensor:
+    return _Old.apply(plain(w, x))
+
+
+def test_the_line_is_said_where_no_function_of_torch_was_seen():
+    grad_fn, state = clipped_grad(_of_old, clipping_norm=1.0)
+    line = _of_old.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=f"cannot run .*test_parts.py:{line}: .*setup_context"):
+        grad_fn(W, X, state=state)
+
+
 def test_a_value_that_splits_too_often_is_said_and_where():
     def loss_fn(w: Tensor, x: Tensor) -> Tensor:
         return plain(w, x) * x[0, 0].item()
