@@ -10,8 +10,9 @@ more, waits here for the next tensor of its size. And it comes from numpy, which
 autograd saved, arrays of numpy) keeps the storage, and the block comes back when the storage is
 gone. Nothing is counted or guessed, and nobody can see a tensor change that is still his.
 
-**How much waits.** At most twice as many bytes as are in use, so no more than two more copies of
-what training keeps, and nothing once that is gone.
+**How much waits.** At most twice as many bytes as are in use, or as many as were in use at once a
+while ago, as in every pass: no more than two more copies of what training keeps, or what a pass
+takes. Nothing waits once nothing is in use.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _Block: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 # Bytes below which the pages that malloc holds back serve as well.
 _LEAST = 1 << 19
 _ALIGNMENT = 64
+# After how many loans and returns what was in use before counts e times less.
+_WHILE = 512
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -45,7 +48,7 @@ class Pool:
 
     def __init__(self, least: int = _LEAST) -> None:
         self._least = least
-        self._lent = 0
+        self._lent = self._most = 0
         self._idle: list[_Block] = []  # the longest idle first
         self._notes: deque[tuple[int, _Block | None]] = deque()
         self._lock = threading.Lock()
@@ -100,7 +103,8 @@ class Pool:
             self._lent += change
             if back is not None:
                 self._idle.append(back)
-        while self._idle and self.idle > 2 * self._lent:
+            self._most = max(self._lent, self._most - self._most // _WHILE)
+        while self._idle and (not self._lent or self.idle > max(2 * self._lent, self._most)):
             del self._idle[0]
 
 

@@ -113,6 +113,9 @@ def test_nothing_waits_when_nothing_is_in_use() -> None:
     pool = Pool(least=0)
     flats = [make(pool) for _ in range(5)]
     del flats[1:]
+    assert pool.idle == 4 * pool.lent  # as in a pass, after which the next one begins
+    for _ in range(4000):
+        make(pool)
     assert 0 < pool.idle <= 2 * pool.lent
     del flats
     assert (pool.idle, pool.lent) == (0, 0)

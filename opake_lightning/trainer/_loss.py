@@ -73,8 +73,8 @@ def _parts(out: Any) -> tuple[Tensor, Any]:
     losses, aux = out if isinstance(out, tuple) else (out, {})
     if not isinstance(losses, Tensor):
         raise PrivacyError(
-            f"per_example_loss must return one loss per example, a tensor of shape () or (1,) for "
-            f"a batch of one row, got {type(losses)}"
+            f"per_example_loss must return one number per example, a tensor of shape () or (1,) "
+            f"for a batch of one row, got {type(losses)}"
         )
     if not losses.is_floating_point():
         raise PrivacyError(

@@ -164,7 +164,7 @@ def test_rows_that_meet_in_a_batch(parts, outlier, bound, microbatch, seed):
 
 @pytest.mark.slow
 @one_at_a_time
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(parts_of_a_loss, outliers, bounds, microbatches, st.integers(0, 99))
 def test_rows_that_meet_in_a_batch_at_length(parts, outlier, bound, microbatch, seed):
     check_mixing(parts, outlier, bound, microbatch, seed)

@@ -46,9 +46,9 @@ class Returns(Net):
 
 
 WRONG = {
-    "nothing": (lambda loss: None, "one loss per example"),
-    "a list": (lambda loss: [loss], "one loss per example"),
-    "a dict": (lambda loss: {"loss": loss}, "one loss per example"),
+    "nothing": (lambda loss: None, "one number per example"),
+    "a list": (lambda loss: [loss], "one number per example"),
+    "a dict": (lambda loss: {"loss": loss}, "one number per example"),
     "a column": (lambda loss: loss[:, None], r"shape \(\d+, 1\)"),
     "three things": (lambda loss: (loss, {}, 1), "tuple of 3.*loss alone"),
     "integers": (lambda loss: loss.long(), r"dtype torch\.int64"),

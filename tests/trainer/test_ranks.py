@@ -214,8 +214,10 @@ def test_an_exception_on_one_rank_ends_all_with_its_reason(failed, at):
 
 def test_losses_without_a_gradient_on_one_rank_end_all_before_a_step(failed):
     results = failed["detach1"]
-    ends(results, at=1, with_word="rank 1 failed: PrivacyError: the losses that")
-    assert results[1]["error"].startswith("PrivacyError: the losses that per_example_loss returned")
+    ends(results, at=1, with_word="rank 1 failed: PrivacyError: the loss depends on no")
+    assert results[1]["error"].startswith(
+        "PrivacyError: the loss depends on no trainable parameter"
+    )
     assert {result["steps"] for result in results.values()} == {0}
 
 

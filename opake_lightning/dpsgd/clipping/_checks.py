@@ -187,6 +187,14 @@ def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
+@_check_of(cast("Any", Tensor.grad).__set__)
+def _assigned(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise tape.refuse(
+        f"the loss assigns to .grad ({place_of(func)}), which outlives it; drop that, or keep what "
+        "it needs in a local variable"
+    )
+
+
 @_check_of(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise tape.refuse(
@@ -229,7 +237,7 @@ def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 @_check_of(torch.select_scatter, Tensor.select_scatter)
 def _select_scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under vmap torch adds the gradient of the source up, once for each place along ``dim``."""
-    if not tape.level or kwargs:
+    if kwargs or not isinstance(tape, Tape):
         return NotImplemented
     input, source, dim, index = args
     dim %= input.dim()

@@ -105,31 +105,24 @@ class _Part:
 
     Attributes:
         index: Which rows.
-        draws: Set if they repeat random numbers that they were split by.
-        seed: A row whose random numbers the part draws; None goes on from where the microbatch
-            began.
+        draws: None if they are all. A part repeats the random numbers that its rows drew among all:
+            it may have been split by them, and no row may decide what others draw.
     """
 
     index: Tensor
     draws: Draws | None = None
-    seed: int | None = None
 
     def split(self, split: Split) -> list[_Part]:
         """The rows of each value, in the order in which values come."""
         places: dict[Any, list[int]] = {}
         for place, value in enumerate(split.values):
             places.setdefault(value, []).append(place)
-        draws = self.draws
-        if draws is None and split.by_chance:
-            draws = Draws(len(self.index), torch.arange(len(self.index)))
-        parts: list[_Part] = []
-        for mine in places.values():
-            index = self.index[mine]
-            if draws is None:
-                parts.append(_Part(index, None, int(index[0])))
-            else:
-                parts.append(_Part(index, Draws(draws.whole, draws.rows[mine]), self.seed))
-        return parts
+        n = len(self.index)
+        draws = self.draws or Draws(n, torch.arange(n))
+        return [
+            _Part(self.index[mine], Draws(draws.whole, draws.rows[mine]))
+            for mine in places.values()
+        ]
 
 
 class _Batch:
@@ -262,10 +255,7 @@ class _Batch:
         """A pass with as much caution as it takes."""
         again = False
         while True:
-            if part.seed is not None:
-                # What a row draws does not depend on how many rows other parts have.
-                start.of_row(part.seed)
-            elif again or part.draws is not None:
+            if again or part.draws is not None:
                 start.again()
             # Where writes to the batch are not seen, every pass has rows of its own.
             copies = self._engine.copies_rows or not _functorch.has_private_names()

@@ -72,12 +72,11 @@ class Split(BaseException):
     Attributes:
         values: One for each row, equal where rows may stay together.
         place: Which function asked, and where.
-        by_chance: Whether the values may depend on random numbers, which parts must then repeat.
     """
 
-    def __init__(self, values: list[Any], place: str, *, by_chance: bool) -> None:
+    def __init__(self, values: list[Any], place: str) -> None:
         super().__init__(place)
-        self.values, self.place, self.by_chance = values, place, by_chance
+        self.values, self.place = values, place
 
 
 class Caution:

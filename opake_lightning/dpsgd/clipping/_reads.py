@@ -27,7 +27,6 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return func(args[0].clone(), *args[1:], **kwargs) if shared else NotImplemented
     place = place_of(func)
     tape.fence.reads(place)
-    tape.read_by_chance |= tape.is_random(args)
     with outside(), torch.no_grad():
         values = flat = inner.detach()
         if values[0].numel() == 1:
@@ -40,7 +39,7 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             flat = flat.float() if flat.dtype == torch.bfloat16 else flat  # NumPy has no bfloat16
             keys = [row.tobytes() for row in flat.reshape(tape.size, -1).cpu().numpy()]
         if any(key != keys[0] for key in keys):
-            raise Split(keys, place, by_chance=tape.read_by_chance)
+            raise Split(keys, place)
         # A copy, as an array may share the memory of the rows.
         return func(values[0].clone(), *args[1:], **kwargs)
 
@@ -67,7 +66,6 @@ def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return False
     else:
         same = (left == right).all()
-    tape.read_by_chance |= tape.is_random(args)
     return _read(tape, Tensor.__bool__, (same,), {})
 
 

@@ -79,7 +79,6 @@ class Tape(TorchFunctionMode):
         copies: Parameters that were expanded, with the expanded view, whose gradient has a row for
             each example.
         failure: What vmap could not run, and where; "" if there was nothing.
-        read_by_chance: Whether a value that was read depends on random numbers.
         refusal: Why the loss is refused, if something that caught exceptions has hidden it.
     """
 
@@ -110,7 +109,6 @@ class Tape(TorchFunctionMode):
         self.found: Callable[[Use, Tensor], None] | None = None
         self.failure = self.stale = ""
         self.refusal: PrivacyError | None = None
-        self.read_by_chance = self._drew = False
         self.level = 0
         self._data: set[int] = set()
         self._used: set[int] = set()
@@ -139,7 +137,7 @@ class Tape(TorchFunctionMode):
         """Run ``func``, seeing what goes in and comes out."""
         kwargs = kwargs or {}
         try:
-            out = self._call(func, args, kwargs)
+            return self._call(func, args, kwargs)
         except PrivacyError:
             raise
         except Exception as error:
@@ -149,22 +147,6 @@ class Tape(TorchFunctionMode):
                 lines = str(error).splitlines() or [type(error).__name__]
                 self.failure = f"{place_of(func)}: {lines[0][:200]}"
             raise
-        if self._drew or func in RANDOM:
-            self._drew = True
-            if func in RANDOM or self.is_random(args) or self.is_random(kwargs.values()):
-                for value in (out,) if isinstance(out, Tensor) else tensors_in(out):
-                    value._opake_random = True  # type: ignore[attr-defined]
-        return out
-
-    def is_random(self, values: Iterable[Any]) -> bool:
-        """Whether a tensor in ``values`` depends on random numbers that were drawn in the loss."""
-        for value in values:
-            if isinstance(value, Tensor):
-                if hasattr(value, "_opake_random"):
-                    return True
-            elif isinstance(value, (tuple, list)) and self.is_random(cast("Any", value)):
-                return True
-        return False
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (check := CHECKS.get(func)) is not None:

@@ -212,7 +212,7 @@ def dense_prediction(dtype):
     return Case({n: p.detach() for n, p in net.named_parameters()}, loss_fn, batch)
 
 
-@case(**MEAN)
+@case(beyond_vmap=True, **MEAN)
 def cross_entropy_in_chunks(dtype):
     # Gradients are computed in the forward pass, for what requires one.
     params = normal(dtype, body=(D, D), head=(C, D))
@@ -225,7 +225,7 @@ def cross_entropy_in_chunks(dtype):
     return Case(params, loss_fn, (torch.randn(B, 4, D, dtype=dtype), torch.randint(0, C, (B, 4))))
 
 
-@case(**MEAN)
+@case(beyond_vmap=True, **MEAN)
 def cross_entropy_in_chunks_of_a_frozen_head(dtype):
     params, head = normal(dtype, body=(D, D)), torch.randn(C, D, dtype=dtype)
 

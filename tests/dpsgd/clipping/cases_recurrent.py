@@ -255,7 +255,7 @@ CASES |= {
 CASES["packed-lstm-projected"] = _packed(nn.LSTM, {"proj_size": 2}, {})
 
 
-@case(mixes=True, **KNOWN)
+@case(**KNOWN)
 def packed_mean_over_all_steps(dtype):
     class Net(_Net):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
