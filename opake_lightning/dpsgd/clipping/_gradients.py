@@ -123,6 +123,10 @@ class Dense(Gradients):
         """Add the weighted sum to ``out``."""
         _add_weighted(self.values, factors, out)
 
+    def write_weighted(self, factors: Tensor, out: Tensor) -> None:
+        """The same, whatever ``out`` holds."""
+        _add_weighted(self.values, factors, out, keep=0)
+
     def kind(self) -> Hashable:
         """Small ones of one shape."""
         small = self._norms is None and self.shape.numel() <= _SMALL
@@ -193,7 +197,8 @@ class Outer(Gradients):
         """Squared norms, by whichever way takes less."""
         if self._length == 1:
             # In float64: one of them may be too small, or too large, for a float32 square.
-            return squared_norms(self.a.double()) * squared_norms(self.b.double())
+            self.a, self.b = self.a.double(), self.b.double()  # which the sum needs as well
+            return squared_norms(self.a) * squared_norms(self.b)
         # In float64: what cancels over t would leave too few digits of a float32 product.
         if self._prefers_gram():
             a, b = self.a.double(), self.b.double()
@@ -468,14 +473,16 @@ def squared_norms(values: Tensor) -> Tensor:
     return total
 
 
-def _add_weighted(values: Tensor, factors: Tensor, out: Tensor) -> None:
+def _add_weighted(values: Tensor, factors: Tensor, out: Tensor, *, keep: int = 1) -> None:
     if not values.numel():
+        if not keep:
+            out.zero_()
         return
     rows, total = values.reshape(len(values), -1), out.view(-1)
     step = max(1, _CHUNK // len(rows))
     for start in range(0, rows.shape[1], step):
         columns = slice(start, start + step)
-        total[columns].addmv_(rows[:, columns].double().t(), factors)
+        total[columns].addmv_(rows[:, columns].double().t(), factors, beta=keep)
 
 
 def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:

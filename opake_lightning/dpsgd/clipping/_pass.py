@@ -33,7 +33,7 @@ from opake_lightning.errors import PrivacyError
 __all__ = ["Alone", "Loss", "Pass", "run_alone", "run_pass"]
 
 # Elements of gradients that a pass may form at a time.
-_FORMED = 1 << 25
+_FORMED = 1 << 26
 # Fewer gradients of a kind are looked at one by one.
 _MANY = 4
 # What torch raises where vmap cannot run something; a mistake of the loss's is raised again alone.
