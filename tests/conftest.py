@@ -59,7 +59,13 @@ _GLOBALS: dict[str, tuple[Callable[[], object], Callable[[object], object]]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with a reason, what this machine cannot run."""
+    """Skip, with a reason, what this machine cannot run; trace no whole runs of Lightning.
+
+    They are not what the core's coverage is asked of, and tracing takes time.
+    """
+    for item in items:
+        if "trainer" in item.path.parts:
+            item.add_marker(pytest.mark.no_cover)
     lacking = {}
     if not torch.cuda.is_available():
         lacking["gpu"] = pytest.mark.skip(reason="torch sees no CUDA device")

@@ -116,6 +116,7 @@ def alone() -> dict[str, Any]:
     return work(1, inplace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("name", FORMS)
 def test_three_ranks_release_what_one_does(three, alone, name):

@@ -115,6 +115,7 @@ def attacks(form: str, norm: float, radius: float, count: int) -> Iterator[tuple
             yield move, with_it - without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)

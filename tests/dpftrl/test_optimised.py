@@ -26,6 +26,7 @@ def cost(matrix, error, min_sep, k, workload=PREFIX):
     return matrix.sensitivity(min_sep, k) * getattr(matrix.rmse(workload), error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case.values())))
 def test_no_worse_than_the_best_that_others_found(case):
     n, size, error, k = case["n"], case["size"], case["error"], case["k"]
@@ -148,6 +149,7 @@ def test_several_participations_keep_one_buffer_for_ever():
     assert product == pytest.approx(np.eye(1, 1000)[0], abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 60])
 def test_as_many_buffers_as_asked_for_and_never_worse_for_it(n):
     best = np.inf

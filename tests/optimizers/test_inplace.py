@@ -258,7 +258,7 @@ class _Held(TorchDispatchMode):
 
 
 @all_of_them
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_update_in_place_holds_little_memory_of_its_own(make, fused, monkeypatch):
     if make is ALL["late-reader"]:
         pytest.skip("a stage that needs the gradient after the whole model was seen keeps both")
