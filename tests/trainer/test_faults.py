@@ -94,6 +94,7 @@ def test_ctrl_c_in_the_middle_of_a_run(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
     try:
         with pytest.raises(SystemExit):
             run_fit(Net(), tmp_path, saver(tmp_path), Presses(), OnExceptionCheckpoint(tmp_path))
