@@ -313,11 +313,6 @@ def _fill(x: Tensor) -> Tensor:
     return room
 
 
-def _filled(self: Any, x: Tensor) -> Tensor:
-    _fill(x)
-    return torch.arange(x.shape[1], dtype=x.dtype)
-
-
 OUTLIVES = "outlives"
 CASES |= {
     "keeps-a-running-mean": _kept(
@@ -371,8 +366,6 @@ CASES |= {
     "caches-its-positions": _kept(
         _assign("seen", lambda self, x: torch.arange(x.shape[1], dtype=x.dtype))
     ),
-    # What is filled has memory of each example's own, as any constant that the loss makes then has.
-    "caches-its-positions-and-fills-a-tensor": _kept(_assign("seen", _filled), caution=1),
     "caches-a-tensor-that-it-fills": _kept(
         _assign("seen", lambda self, x: _fill(x)), caution=1, refused=OUTLIVES
     ),

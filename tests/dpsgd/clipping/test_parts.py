@@ -147,6 +147,24 @@ def test_a_value_that_splits_too_often_is_said_and_where():
     assert distance(grads.pytree, looped(loss_fn, W, X, 1.0)) < 1e-6
 
 
+def test_a_cache_of_constants_is_kept_beside_a_tensor_that_is_filled():
+    """What the loss fills has memory of each example's own, as any constant that it makes then."""
+    cache: list[Tensor] = []
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        room = torch.zeros(3)
+        room[:2] = x[0]
+        if not cache:
+            cache.append(torch.arange(3.0))
+        return (room * cache[0] * w[:, 0]).sum()
+
+    grad_fn, state = clipped_grad(loss_fn, clipping_norm=1e6)
+    grads, state = grad_fn(W, X, state=state)
+    assert state.caution == 1
+    assert torch.equal(cache[0], torch.arange(3.0))
+    assert float(grads.pytree[1, 0]) == pytest.approx(float(X[:, 1].sum()), rel=1e-6)
+
+
 @pytest.mark.parametrize("caution", [0, 2])
 @pytest.mark.parametrize("picks", [False, True])
 @pytest.mark.filterwarnings("ignore:clipping one example at a time")
