@@ -427,4 +427,4 @@ def _leads_everywhere(module: str) -> bool:
 
 def _is_foreign(module: str) -> bool:
     root = module.partition(".")[0]
-    return root in _FOREIGN or (root in sys.stdlib_module_names and root != "__main__")
+    return _leads_everywhere(module) or (root in sys.stdlib_module_names and root != "__main__")

@@ -21,7 +21,7 @@ _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convo
 
 # Elements of formed gradients that are looked at together.
 _CHUNK = 1 << 20
-# Places of the output up to which a product of unfolded images takes less than groups of channels.
+# Output positions up to which im2col and a matrix product take less than a grouped convolution.
 _FEW = 64
 
 
