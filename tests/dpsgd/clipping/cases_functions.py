@@ -145,10 +145,8 @@ class _Old(torch.autograd.Function):
         return dy @ w, dy.t() @ x
 
 
-class _Centred(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x - x.mean(0) if len(x) > 1 else x.clone()
+class _PassedOn(torch.autograd.Function):
+    """The gradient goes through as it is, and needs nothing of the forward pass."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -158,12 +156,18 @@ class _Centred(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy
 
+
+class _Centred(_PassedOn):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x - x.mean(0) if len(x) > 1 else x.clone()
+
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
         return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
 
 
-class _Reversed(torch.autograd.Function):
+class _Reversed(_PassedOn):
     """A gradient that is turned round, as adversarial domain adaptation has it."""
 
     generate_vmap_rule = True
@@ -171,10 +175,6 @@ class _Reversed(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -191,20 +191,12 @@ class _OldReversed(torch.autograd.Function):
         return -0.5 * dy
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounded(_PassedOn):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.mul(4).round() / 4
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
 
 
 FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
