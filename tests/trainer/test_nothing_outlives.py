@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable
@@ -81,8 +82,10 @@ def found(value: Any, path: str = "", seen: set[int] | None = None) -> dict[str,
         out[path] = len(value)
     elif hasattr(value, "gi_frame"):
         below = {} if value.gi_frame is None else dict(value.gi_frame.f_locals)
-    elif isinstance(value, (itertools.count, type(iter(range(1))))):
-        out[path] = repr(value.__reduce__())
+    elif isinstance(value, itertools.count):
+        out[path] = repr(value)
+    elif isinstance(value, type(iter(range(1)))):
+        out[path] = operator.length_hint(value)
     elif hasattr(value, "cache_info"):
         out[path] = value.cache_info()
     elif isinstance(value, functools.partial):
