@@ -70,9 +70,9 @@ def private_step(
     """Our step, its parameters, seated as the trainer seats them, and its first state."""
     params = dict(net.named_parameters())
 
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> tuple[Tensor, Any]:
+    def loss_fn(_: dict[str, Tensor], batch: tuple[Any, Tensor]) -> tuple[Tensor, Any]:
         x, y = batch
-        each = losses(torch.func.functional_call(net, params, (x,)), y)
+        each = losses(net(x), y)  # by the module's own parameters, as in the trainer
         return each, (each.detach(), {})
 
     mechanism = DPSGD(clipping_norm=CLIP, noise_multiplier=NOISE, **plan).resolve(

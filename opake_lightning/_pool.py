@@ -12,7 +12,7 @@ gone. Nothing is counted or guessed, and nobody can see a tensor change that is 
 
 **How much waits.** At most twice as many bytes as are in use, or as many as were in use at once a
 while ago, as in every pass: no more than two more copies of what training keeps, or what a pass
-takes. Nothing waits once nothing is in use.
+takes. Once nothing is in use, no more than 32 MiB wait.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _Block: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 # Bytes below which the pages that malloc holds back serve as well.
 _LEAST = 1 << 19
 _ALIGNMENT = 64
+# Bytes that may always wait, for small models whose passes are all that takes a block.
+_SPARE = 1 << 25
 # After how many loans and returns what was in use before counts e times less.
 _WHILE = 512
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
@@ -46,8 +48,8 @@ class Pool:
     nobody waits for the lock. Who finds it taken leaves a note to whoever holds it.
     """
 
-    def __init__(self, least: int = _LEAST) -> None:
-        self._least = least
+    def __init__(self, least: int = _LEAST, spare: int = _SPARE) -> None:
+        self._least, self._spare = least, spare
         self._lent = self._most = 0
         self._idle: list[_Block] = []  # the longest idle first
         self._notes: deque[tuple[int, _Block | None]] = deque()
@@ -104,7 +106,8 @@ class Pool:
             if back is not None:
                 self._idle.append(back)
             self._most = max(self._lent, self._most - self._most // _WHILE)
-        while self._idle and (not self._lent or self.idle > max(2 * self._lent, self._most)):
+        in_passes = max(2 * self._lent, self._most) if self._lent else 0
+        while self._idle and self.idle > max(in_passes, self._spare):
             del self._idle[0]
 
 

@@ -61,7 +61,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
 def test_memory_that_somebody_holds_is_not_given_out(hold: Callable[[Tensor], Any]) -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     anchor = make(pool)  # while something is lent, blocks wait
     flat = make(pool)
     address = flat.data_ptr()
@@ -76,7 +76,7 @@ def test_memory_that_somebody_holds_is_not_given_out(hold: Callable[[Tensor], An
 
 
 def test_values_stay_while_the_pool_is_busy() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     rng = np.random.default_rng(0)
     held: list[tuple[Tensor, float]] = []
     for step in range(400):
@@ -91,7 +91,7 @@ def test_values_stay_while_the_pool_is_busy() -> None:
 
 
 def test_shared_memory_is_not_the_pools_any_more() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     anchor, flat = make(pool), make(pool).fill_(1)
     flat.share_memory_()
     other = make(pool).fill_(2)
@@ -101,7 +101,7 @@ def test_shared_memory_is_not_the_pools_any_more() -> None:
 
 
 def test_a_copy_outlives_its_original() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     flat = make(pool).fill_(3)
     copy = pickle.loads(pickle.dumps(flat[:4]))
     del flat
@@ -110,7 +110,7 @@ def test_a_copy_outlives_its_original() -> None:
 
 
 def test_nothing_waits_when_nothing_is_in_use() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     flats = [make(pool) for _ in range(5)]
     del flats[1:]
     assert pool.idle == 4 * pool.lent  # as in a pass, after which the next one begins
@@ -121,8 +121,16 @@ def test_nothing_waits_when_nothing_is_in_use() -> None:
     assert (pool.idle, pool.lent) == (0, 0)
 
 
+def test_some_memory_waits_for_a_small_model() -> None:
+    block = make(Pool(least=0)).nbytes + 64  # and what aligns it
+    pool = Pool(least=0, spare=2 * block)
+    flats = [make(pool) for _ in range(5)]
+    del flats
+    assert (pool.idle, pool.lent) == (2 * block, 0)
+
+
 def test_threads_never_share_memory() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     wrong: list[str] = []
 
     def work(mark: int) -> None:
@@ -143,7 +151,7 @@ def test_threads_never_share_memory() -> None:
 
 
 def test_a_destructor_may_run_in_the_middle() -> None:
-    pool = Pool(least=0)
+    pool = Pool(least=0, spare=0)
     anchor, flat = make(pool), make(pool)
     with pool._lock:
         del flat  # must neither wait for the lock nor be forgotten
@@ -155,7 +163,7 @@ def test_a_destructor_may_run_in_the_middle() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_tensors_are_what_torch_makes(dtype: torch.dtype) -> None:
-    flat = Pool(least=0).empty(N, dtype, CPU)
+    flat = Pool(least=0, spare=0).empty(N, dtype, CPU)
     assert (flat.shape, flat.dtype, flat.device) == ((N,), dtype, CPU)
     assert flat.is_contiguous()
     assert flat.data_ptr() % 64 == 0

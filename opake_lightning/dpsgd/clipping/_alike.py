@@ -8,7 +8,14 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from opake_lightning.dpsgd.clipping._gradients import Dense, Gradients, Outer, Places, by_example
+from opake_lightning.dpsgd.clipping._gradients import (
+    Dense,
+    Gradients,
+    Outer,
+    Places,
+    by_example,
+    in_float64,
+)
 
 __all__ = ["Alike"]
 
@@ -45,10 +52,10 @@ class Alike:
         """Add each member's sum, weighted by its row of ``factors``, to its tensor of ``outs``."""
         n, one = len(self.members), self._all
         if isinstance(one, Dense):
-            sums = torch.bmm(factors[:, None], one.values.view(n, factors.shape[1], -1).double())
+            sums = torch.bmm(factors[:, None], in_float64(one.values).view(n, factors.shape[1], -1))
         else:
-            a = one.a.double() * factors.reshape(-1, 1, 1)
-            a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, one.b.double()))
+            a = in_float64(one.a) * factors.reshape(-1, 1, 1)
+            a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, in_float64(one.b)))
             sums = torch.bmm(a.mT, b)
         shape = self.members[0].shape
         _foreach_add_(list(outs), [each.view(shape) for each in sums.unbind()])

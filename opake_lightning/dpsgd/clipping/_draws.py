@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from opake_lightning import _functorch
 from opake_lightning._functorch import outside
@@ -30,9 +32,11 @@ def drawn_as_before(tape: Any, func: Any, args: tuple[Any, ...], kwargs: dict[st
         inner = _functorch.physical_of(value, tape.level)
         if inner is None:
             return value
-        room = inner.new_zeros(whole, *inner.shape[1:])
-        return room.index_copy(0, rows.to(inner.device), inner)
+        return _room(inner, whole).index_copy_(0, rows.to(inner.device), inner)
 
+    plain = func in (functional.dropout, torch.dropout) and len(args) < 4
+    if plain and not kwargs.get("inplace"):
+        return _dropped(tape, func, *args, **kwargs)
     with outside():
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)), none_is_leaf=True)
         spreads = [spread(leaf) for leaf in leaves]
@@ -49,3 +53,26 @@ def drawn_as_before(tape: Any, func: Any, args: tuple[Any, ...], kwargs: dict[st
         each = torch.func.vmap(one, randomness="different")(number, *[spreads[i] for i in places])
         out = tape.wrapped(each[rows.to(each.device)])
     return args[0].copy_(out) if writes(func) else out
+
+
+def _room(inner: Tensor, whole: int) -> Tensor:
+    """Zeros for all rows, laid out as ``inner`` is: numbers are drawn in the order of memory."""
+    strides = torch.empty_like(inner, device="meta").stride()
+    # A single row's stride says nothing.
+    key = [s if d or len(inner) > 1 else math.inf for d, s in enumerate(strides)]
+    order = sorted(range(inner.dim()), key=lambda d: -key[d])
+    shape = (whole, *inner.shape[1:])
+    back = [order.index(d) for d in range(inner.dim())]
+    return inner.new_zeros([shape[d] for d in order]).permute(back)
+
+
+def _dropped(tape: Any, func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Dropout as a product with what it makes of ones, so that only these are as many as all."""
+    assert tape.draws is not None
+    with outside():
+        inner = _functorch.physical_of(input, tape.level)
+        like = input if inner is None else inner[0]
+        ones = torch.ones((), dtype=like.dtype, device=like.device)
+        kept = func(ones.expand(tape.draws.whole, *like.shape), *args, **options)
+        kept = tape.wrapped(kept[tape.draws.rows.to(kept.device)])
+    return input * kept

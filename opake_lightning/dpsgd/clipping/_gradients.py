@@ -35,6 +35,7 @@ __all__ = [
     "Rows",
     "Sum",
     "by_example",
+    "in_float64",
     "squared_norms",
     "total",
 ]
@@ -197,13 +198,13 @@ class Outer(Gradients):
         """Squared norms, by whichever way takes less."""
         if self._length == 1:
             # In float64: one of them may be too small, or too large, for a float32 square.
-            self.a, self.b = self.a.double(), self.b.double()  # which the sum needs as well
+            self.a, self.b = in_float64(self.a), in_float64(self.b)  # which the sum needs as well
             return squared_norms(self.a) * squared_norms(self.b)
         # In float64: what cancels over t would leave too few digits of a float32 product.
         if self._prefers_gram():
-            a, b = self.a.double(), self.b.double()
+            a, b = in_float64(self.a), in_float64(self.b)
             return (torch.bmm(a, a.mT) * torch.bmm(b, b.mT)).sum((1, 2)).clamp_(min=0)
-        pairs = ((self.a[rows].double(), self.b[rows].double()) for rows in self.chunks())
+        pairs = ((in_float64(self.a[rows]), in_float64(self.b[rows])) for rows in self.chunks())
         return torch.cat([squared_norms(torch.bmm(a.mT, b)) for a, b in pairs])
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
@@ -220,7 +221,7 @@ class Outer(Gradients):
         step = max(1, _CHUNK // max(1, length * min(p, q)), 512 // max(1, length))
         for start in range(0, self.size, step):
             rows = slice(start, start + step)
-            a, b, column = self.a[rows].double(), self.b[rows].double(), factors[rows, None, None]
+            a, b, column = in_float64(self.a[rows]), in_float64(self.b[rows]), factors[rows, None, None]
             a, b = (a * column, b) if p <= q else (a, b * column)
             matrix.addmm_(a.reshape(-1, p).t(), b.reshape(-1, q), beta=1 if start else keep)
 
@@ -482,7 +483,7 @@ def _add_weighted(values: Tensor, factors: Tensor, out: Tensor, *, keep: int = 1
     step = max(1, _CHUNK // len(rows))
     for start in range(0, rows.shape[1], step):
         columns = slice(start, start + step)
-        total[columns].addmv_(rows[:, columns].double().t(), factors, beta=keep)
+        total[columns].addmv_(in_float64(rows[:, columns]).t(), factors, beta=keep)
 
 
 def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
@@ -491,6 +492,14 @@ def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
     if not values.numel():
         places = values.shape[: values.dim() - len(shape)].numel() // size
     return values.reshape(size, places, *shape)
+
+
+def in_float64(values: Tensor) -> Tensor:
+    """The same in float64, in memory that is used again: the pages of new memory cost more."""
+    if values.dtype == torch.float64:
+        return values
+    out = _pool.empty(values.numel(), torch.float64, values.device)
+    return out.view(values.shape).copy_(values)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -234,13 +234,20 @@ def _backward(
         return [None for _ in parts], tape.kept_bytes
     tape.found = _Collect(tape, parts)
     wide = list(tape.copies.values())
-    inputs = [*tape.leaves, *copies, *[w for _, w in wide], *tape.tracked, *tape.anchors.values()]
+    inputs: list[Any] = [*tape.leaves, *copies, *[w for _, w in wide]]
+    ends = [*tape.edges.values(), *tape.tracked, *tape.anchors.values()]
     # On one thread: hooks look at the tape.
     with torch.autograd.set_multithreading_enabled(False):
         found = cast(
             "Sequence[Tensor | None]",
-            torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True),
+            torch.autograd.grad(
+                losses, [*inputs, *ends], torch.ones_like(losses), allow_unused=True
+            ),
         )
+    with torch.no_grad():
+        for index, gradient in zip(tape.edges, found[len(inputs) :], strict=False):
+            if gradient is not None:
+                tape.arrived(index, gradient)
     if tape.stale:
         # Its input was changed in place afterwards: autograd knows whether that matters.
         raise Retry(Caution.NO_RULES)

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from opake_lightning import _functorch
@@ -60,6 +61,9 @@ from opake_lightning.errors import PrivacyError
 
 __all__ = ["Tape"]
 
+# Elements of an output so small that a hook takes longer than to keep its gradient for a while.
+_SMALL = 1 << 14
+
 
 class Tape(TorchFunctionMode):
     """Sees every torch function of a loss; to be entered inside of the vmap over rows.
@@ -76,6 +80,8 @@ class Tape(TorchFunctionMode):
 
     Attributes:
         uses: What was recorded; an entry is taken out when the gradient of its output arrives.
+        edges: Of uses whose output is small, where its gradient is in the graph: those the backward
+            pass returns all at once. Others arrive one by one, and what they need is let go of.
         copies: Parameters that were expanded, with the expanded view, whose gradient has a row for
             each example.
         failure: What vmap could not run, and where; "" if there was nothing.
@@ -98,6 +104,7 @@ class Tape(TorchFunctionMode):
         self.leaves, self.size, self.fence = list(leaves), size, fence
         self.caution, self.draws, self._wide = caution, draws, wide
         self.uses: list[Use | None] = []
+        self.edges: dict[int, GradientEdge] = {}
         self.counts = [0] * len(leaves)
         self.kept_bytes = 0
         self.copies: dict[int, tuple[Computed, Tensor]] = {}
@@ -352,11 +359,14 @@ class Tape(TorchFunctionMode):
         index = len(self.uses)
         self.uses.append(Use(name, taken, tuple([(value, value._version) for value in inputs])))
         if output.requires_grad:
-            output.register_hook(partial(self._arrived, index))
+            if output.numel() <= _SMALL:
+                self.edges[index] = GradientEdge(cast("Any", output.grad_fn), output.output_nr)
+            else:
+                output.register_hook(partial(self.arrived, index))
             return output
         return cast("Tensor", _Tap.apply(output, self._anchor(output.device), self, index))
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def arrived(self, index: int, gradient: Tensor) -> None:
         """Hand over the gradient of the output of a use, once, and let go of what it kept."""
         use, self.uses[index] = self.uses[index], None
         if self.found is None or use is None:
@@ -364,12 +374,13 @@ class Tape(TorchFunctionMode):
         if any(value._version != version for value, version in use.inputs):
             self.stale = use.name
             return
-        self.found(use, gradient.detach())
+        self.found(use, gradient)
 
     def close(self) -> None:
         """Let go of everything: what holds the tape is held by it, too."""
         self.found = None
         self.uses.clear()
+        self.edges.clear()
         self.known.clear()
         self.copies.clear()
         self.packed.clear()
@@ -529,5 +540,5 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Hand over the gradient."""
-        ctx.tape._arrived(ctx.index, gradients[0])
+        ctx.tape.arrived(ctx.index, gradients[0])
         return gradients[0], None, None, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from opake_lightning.dpsgd.clipping._rules import _attention as _attention
 from opake_lightning.dpsgd.clipping._rules import _conv as _conv
+from opake_lightning.dpsgd.clipping._rules import _elementwise as _elementwise
 from opake_lightning.dpsgd.clipping._rules import _norms as _norms
 from opake_lightning.dpsgd.clipping._rules import _products as _products
 from opake_lightning.dpsgd.clipping._rules import _recurrent as _recurrent

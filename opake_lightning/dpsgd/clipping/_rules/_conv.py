@@ -71,12 +71,24 @@ class _Convolution(Gradients):
             ends = zip(self._stride, places, strict=True)
             at = [slice(None, 1 + s * (n - 1), s) for s, n in ends]
             taken = self.input[(..., *at)].flatten(2)
-        elif len(kernel) == 2 and places.numel() <= _FEW:
-            how: Any = self._dilation, self._padding, self._stride
-            taken = functional.unfold(self.input, kernel, *how)
+        elif places.numel() <= _FEW:
+            taken = self._patches()
         else:
             return self
         return Outer(self.gradient.flatten(2).mT, taken.mT, self.size, self.shape)
+
+    def _patches(self) -> Tensor:
+        """What each place of the output is made of, shape [size * k, channels * kernel, places]."""
+        x = self.input
+        if any(self._padding):
+            x = functional.pad(x, [n for n in reversed(self._padding) for _ in range(2)])
+        (images, channels, *inner), places = x.stride(), self.gradient.shape[2:]
+        steps = [s * d for s, d in zip(inner, self._dilation, strict=True)]
+        steps += [s * n for s, n in zip(inner, self._stride, strict=True)]
+        shape = (*x.shape[:2], *self.shape[2:], *places)
+        view = x.as_strided(shape, (images, channels, *steps))
+        out = _pool.empty(view.numel(), x.dtype, x.device).view(shape).copy_(view)
+        return out.view(len(x), -1, places.numel())
 
     def chunks(self) -> list[slice]:
         """Rows to look at together: some, as a convolution of one has too little to do."""
