@@ -73,3 +73,37 @@ def test_no_row_and_no_step_draws_what_another_draws(name):
         (_, u), state = grad_fn(torch.ones(3), x, state=state)
         drawn += u.tolist()
     assert len(set(drawn)) == 36
+
+
+def _turned(draw: Any) -> Any:
+    """What ``draw`` makes of an example that lies otherwise in memory."""
+    return lambda x: draw(x.transpose(1, 2)).transpose(1, 2)
+
+
+LAID_OUT = {
+    "dropout": F.dropout,
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "in_place": lambda x: (1 * x).bernoulli_(0.5),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "normal": lambda x: torch.empty_like(x).normal_() * x,
+}
+LAID_OUT |= {f"{name} of a transposed one": _turned(draw) for name, draw in LAID_OUT.items()}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_a_row_that_splits_the_batch_changes_nothing_of_what_others_draw(name):
+    def drawn(mark: float) -> Any:
+        x = torch.linspace(-1, 1, 60).view(5, 3, 4)
+        marks = torch.tensor([0.0, 0.0, 0.0, 0.0, mark])
+
+        def loss_fn(w: Any, batch: Any) -> Any:
+            x, mark = batch
+            out = LAID_OUT[name](x)
+            return (out * w).sum() * (2 if mark > 0 else 1), out.detach()
+
+        torch.manual_seed(3)
+        grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0, has_aux=True, microbatch_size=5)
+        (_, out), _ = grad_fn(torch.ones(3, 4), (x, marks), state=state)
+        return out
+
+    assert torch.equal(drawn(0.0), drawn(1.0))

@@ -34,8 +34,8 @@ def drawn_as_before(tape: Any, func: Any, args: tuple[Any, ...], kwargs: dict[st
             return value
         return _room(inner, whole).index_copy_(0, rows.to(inner.device), inner)
 
-    plain = func in (functional.dropout, torch.dropout) and len(args) < 4
-    if plain and not kwargs.get("inplace"):
+    inplace = args[3:] or kwargs.get("inplace")
+    if func in (functional.dropout, torch.dropout) and not inplace:
         return _dropped(tape, func, *args, **kwargs)
     with outside():
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)), none_is_leaf=True)

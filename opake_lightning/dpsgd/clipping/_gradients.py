@@ -221,8 +221,9 @@ class Outer(Gradients):
         step = max(1, _CHUNK // max(1, length * min(p, q)), 512 // max(1, length))
         for start in range(0, self.size, step):
             rows = slice(start, start + step)
-            a, b, column = in_float64(self.a[rows]), in_float64(self.b[rows]), factors[rows, None, None]
+            a, b, column = self.a[rows], self.b[rows], factors[rows, None, None]
             a, b = (a * column, b) if p <= q else (a, b * column)
+            a, b = in_float64(a), in_float64(b)
             matrix.addmm_(a.reshape(-1, p).t(), b.reshape(-1, q), beta=1 if start else keep)
 
     def kind(self) -> Hashable:

@@ -235,14 +235,11 @@ def _backward(
     tape.found = _Collect(tape, parts)
     wide = list(tape.copies.values())
     inputs: list[Any] = [*tape.leaves, *copies, *[w for _, w in wide]]
-    ends = [*tape.edges.values(), *tape.tracked, *tape.anchors.values()]
+    ends: list[Any] = [*tape.edges.values(), *tape.tracked, *tape.anchors.values()]
     # On one thread: hooks look at the tape.
     with torch.autograd.set_multithreading_enabled(False):
-        found = cast(
-            "Sequence[Tensor | None]",
-            torch.autograd.grad(
-                losses, [*inputs, *ends], torch.ones_like(losses), allow_unused=True
-            ),
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            losses, cast("Any", inputs + ends), torch.ones_like(losses), allow_unused=True
         )
     with torch.no_grad():
         for index, gradient in zip(tape.edges, found[len(inputs) :], strict=False):

@@ -215,3 +215,18 @@ def pooling_of_every_kind(dtype):
         nn.AdaptiveMaxPool2d((2, 1)),
     )
     return of_module(net, torch.randn(B, 2, 9, 9), dtype=dtype)
+
+
+@case()
+def pooling_of_many_channels(dtype):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(2, 9, 3), nn.Linear(9, 3)
+
+        def forward(self, x):
+            h = F.max_pool2d(self.conv(x).relu(), 2, 1, 1, 1, True)  # zeros are ties
+            h, places = F.max_pool2d(h, 2, return_indices=True)
+            return self.out((h + torch.max_pool2d(places / 9, 1)).mean((2, 3)))
+
+    return of_module(Net(), torch.randn(B, 2, 9, 9), dtype=dtype)

@@ -25,9 +25,9 @@ _SETTINGS = {"inplace", "approximate", "rounding_mode"}
 )  # fmt: skip
 def _elementwise(tape: Tape, func: Any, *operands: Any, **options: Any) -> Tensor:
     """Of rows with numbers, or with rows of the same shape and type: no other element comes in."""
-    first = operands[0] if operands else None
-    plain = isinstance(first, Tensor) and options.keys() <= _SETTINGS
-    if not plain or options.get("inplace"):
+    if not options.keys() <= _SETTINGS or options.get("inplace"):
+        raise NoRule
+    if not operands or not isinstance(first := operands[0], Tensor):
         raise NoRule
     shape, kind = first.shape, first.dtype
     for value in operands:
