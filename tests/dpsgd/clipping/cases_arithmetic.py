@@ -85,7 +85,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "numbers-and-rows": lambda x, w: (2 - (3 / (4 + (x * w).square())) * -0.5 + 1) / 7,
     "rows-and-rows": lambda x, w: (x * w).add(x, alpha=2).sub(x).mul(x).tanh().div(x + 9),
     "rows-by-name": lambda x, w: torch.mul(input=x * w, other=x) + torch.mul(x, other=x * w),
-    "rows-of-other-shapes": lambda x, w: (x * w).mean(1) * x.sum((1, 2))[:, None] + x.sum(1),
+    "rows-of-other-shapes": lambda x, w: _of_other_shapes((x * w)[0, 0, :4]),
     "rows-of-other-types": lambda x, w: (x * w) * (x > 0) + (x * w) / (x > 0).add(1),
     "rows-rounded": lambda x, w: x * w + torch.div(x, 1 + x.abs(), rounding_mode="floor"),
     "activations": lambda x, w: F.silu(F.gelu(x * w, approximate="tanh").relu().sigmoid()),
@@ -163,7 +163,14 @@ def _into_a_slice(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def _of_other_shapes(v: Tensor) -> Tensor:
+    # As long as there are rows: a vector of each, taken for a matrix, would fit.
+    assert len(v) == B
+    return (v.outer(v) * v)[None]
+
+
 KNOWN: dict[str, dict[str, Any]] = {
+    "rows-of-other-shapes": {"mixes": True},
     "chosen-by-a-mask": {"beyond_vmap": True},
     "complex": {"caution": 2},
     "fourier": {"caution": 2},
