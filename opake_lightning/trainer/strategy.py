@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -73,6 +74,8 @@ class OpakeDDP(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         """As DDP, but a single process keeps the loaders it was given."""
+        if self.lightning_module is not None:
+            _refuse_plain_module(self.lightning_module.trainer)
         super().setup_environment()
         if self.world_size > 1 and self.lightning_module is not None:
             only_note_sigterm(self.lightning_module.trainer)
@@ -184,6 +187,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _refuse_plain_module(kwargs.get("trainer"))
         return super().launch(partial(_together, function), *args, **kwargs)
 
 
@@ -198,6 +202,7 @@ class _Launcher(_MultiProcessingLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
+        _refuse_plain_module(trainer)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
@@ -242,6 +247,23 @@ class _Launcher(_MultiProcessingLauncher):
         values = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=True)
         if values is not None:
             cast("Any", trainer.lightning_module)._dp = Run.from_plain(values)
+
+
+def _refuse_plain_module(trainer: pl.Trainer | None) -> None:
+    """Before any process is started: without the mixin there is no clipping, no noise and no sum.
+
+    A guarantee depends on it: the checks of the mixin are not there where it was forgotten.
+    """
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    name = type(trainer.lightning_module).__name__
+    if not hasattr(trainer.lightning_module, "_dp_is_private"):
+        raise PrivacyError(
+            f"{name} is a plain LightningModule, which OpakeDDP would train without privacy, and "
+            f"on several devices without a sum over them. Make it private, class Private(DPMixin, "
+            f"{name}), with per_example_loss and configure_privacy; or train it as it is with "
+            "another strategy"
+        )
 
 
 def _together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,52 @@ def untouched(module, before):
         assert torch.equal(value, before[name])
 
 
+# -- the module ----------------------------------------------------------------------------------
+
+
+class Plain(pl.LightningModule):
+    """What somebody has who forgot the mixin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.steps = nn.Linear(Points().x.shape[1], 1), 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.net(batch[0]).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["opake_ddp", "opake_ddp_fork"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_plain_module_is_not_fitted(tmp_path, devices, strategy):
+    module = Plain()
+    before = copy.deepcopy(module.state_dict())
+    trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+    with pytest.raises(PrivacyError, match=r"class Private\(DPMixin, Plain\)"):
+        trainer.fit(module, DataLoader(Points(), batch_size=4))
+    assert module.steps == trainer.global_step == 0
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_plain_module_is_validated_tested_and_asked(tmp_path):
+    module, loader = Plain(), DataLoader(Points(), batch_size=4)
+    trainer = make_trainer(tmp_path, strategy=OpakeDDP())
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        assert run(module, loader)
+
+
 # -- the trainer ---------------------------------------------------------------------------------
 
 
