@@ -251,10 +251,10 @@ def _backward(
     n = len(tape.leaves)
     for number, gradient in enumerate(found[:n]):
         if gradient is not None:
-            raise Alone(
-                f"the parameter {{{number}}} is used where no function of torch shows it, such as "
-                "TorchScript, a torch.autograd.Function, or torch.func.grad of the parameter"
-            )
+            where = "in TorchScript or a torch.autograd.Function"
+            if tape.hidden:
+                where = f"{tape.hidden} in torch.func.grad, where torch.autograd.grad would do"
+            raise Alone(f"a use of the parameter {{{number}}} that it does not see: {where}")
     for number, gradient in enumerate(found[n : n + len(copies)]):
         if gradient is not None:
             parts[number].append(Dense(gradient))

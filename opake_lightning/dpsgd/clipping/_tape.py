@@ -85,6 +85,7 @@ class Tape(TorchFunctionMode):
         copies: Parameters that were expanded, with the expanded view, whose gradient has a row for
             each example.
         failure: What vmap could not run, and where; "" if there was nothing.
+        hidden: Where a parameter was used inside of ``torch.func.grad`` of it; "" if nowhere.
         refusal: Why the loss is refused, if something that caught exceptions has hidden it.
     """
 
@@ -114,7 +115,7 @@ class Tape(TorchFunctionMode):
         # What stands for the sizes of a packed sequence: lengths of examples, or the padded one.
         self.packed: dict[int, tuple[Tensor, Tensor | int]] = {}
         self.found: Callable[[Use, Tensor], None] | None = None
-        self.failure = self.stale = ""
+        self.failure = self.stale = self.hidden = ""
         self.refusal: PrivacyError | None = None
         self.level = 0
         self._data: set[int] = set()
@@ -169,7 +170,9 @@ class Tape(TorchFunctionMode):
             return run(func, args, kwargs)
         if params:
             return self._with_params(func, args, kwargs)
-        if func in ROW_WISE and _functorch.level_now() == self.level:
+        if _functorch.level_now() != self.level:
+            self._note_hidden(func, args)
+        elif func in ROW_WISE:
             try:
                 return self.by_rule(RULES[func], func, args, kwargs)
             except NoRule:
@@ -237,6 +240,15 @@ class Tape(TorchFunctionMode):
             with self:
                 return body(*args, **kwargs)
         return self._without_rule(func, args, kwargs)
+
+    def _note_hidden(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Where a transform of the loss's own has wrapped a parameter, to be told if it matters."""
+        for value in tensors_in(args):
+            inner = value
+            while _functorch.is_tracked(inner):
+                inner = _functorch.unwrapped(inner)
+            if inner is not value and id(inner) in self.known:
+                self.hidden = place_of(func)
 
     # -- what tensors are -----------------------------------------------------------------------
 
