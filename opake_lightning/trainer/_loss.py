@@ -46,6 +46,11 @@ class ModuleLoss:
         """At the first step of a fit; what becomes of later ones must not depend on data."""
         return self._at_first_step()
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What messages say where it is."""
+        return self._module.per_example_loss
+
     def __call__(self, params: Any, batch: Any) -> tuple[Tensor, Any]:
         """(loss, (loss, aux)); ``params`` are the module's own, and there already."""
         del params

@@ -29,6 +29,7 @@ from opake_lightning._tree import Layout, layout_of
 from opake_lightning.dpsgd.clipping._batch import examples_of
 from opake_lightning.dpsgd.clipping._clip import Engine
 from opake_lightning.dpsgd.clipping._engine import ClippedSum, Request, refuse_engine
+from opake_lightning.dpsgd.clipping._functions import definition_of
 from opake_lightning.dpsgd.clipping._groups import group_numbers
 from opake_lightning.dpsgd.clipping._rule import ClippingNorm, ClipState, Fixed, Rule, bounds_of
 from opake_lightning.errors import PrivacyError
@@ -188,9 +189,13 @@ def per_example_grad_fn(
             square_factors_of=squared if form == "per_example" else None,
             has_aux=has_aux,
         )
-        result, caution, size = clipping.clipped_sum(
-            request, caution=state.caution, size=microbatch_size or state.microbatch_size
-        )
+        try:
+            result, caution, size = clipping.clipped_sum(
+                request, caution=state.caution, size=microbatch_size or state.microbatch_size
+            )
+        except PrivacyError as error:
+            error.add_note(f"In the loss {definition_of(loss_fn)}.")
+            raise
         radius = _radius_of(form, bounds, projection_radius)
         grads = _clipped(result, layout, bounds, scale, radius)
         state = rule.after(state, result.norms, scale)

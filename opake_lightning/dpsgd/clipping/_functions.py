@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ __all__ = [
     "RANDOM",
     "VIEWS",
     "body_of",
+    "definition_of",
     "in_float32",
     "is_basic",
     "line_of",
@@ -158,6 +160,16 @@ def line_of(error: BaseException) -> str:
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
+
+
+def definition_of(func: Any) -> str:
+    """A function's name, and where it is defined, under whatever wraps it."""
+    inner = inspect.unwrap(func)
+    while isinstance(inner, partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _is_users(frame: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,6 +133,38 @@ def test_the_line_is_said_where_no_function_of_torch_was_seen():
     line = _of_old.__code__.co_firstlineno + 1
     with pytest.warns(UserWarning, match=f"cannot run .*test_parts.py:{line}: .*setup_context"):
         grad_fn(W, X, state=state)
+
+
+def test_the_line_is_said_where_torch_func_hides_a_parameter():
+    def one_step_of_maml(w: Tensor, x: Tensor) -> Tensor:
+        inner = torch.func.grad(lambda w: plain(w, x).sum())(w)
+        return plain(w - inner, x)
+
+    grad_fn, state = clipped_grad(one_step_of_maml, clipping_norm=1.0)
+    with pytest.warns(UserWarning, match=r"linear \(.*test_parts.py:\d+\) in torch.func.grad"):
+        grad_fn(W, X, state=state)
+
+
+class _Loss:
+    def __call__(self, w: Tensor, x: Tensor) -> Tensor:
+        return plain(w, x).expand(2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [
+        (lambda w, x: plain(w, x).expand(2), "lambda"),
+        (partial(lambda y, w, x: plain(w, x).expand(y), 2), "lambda"),
+        (_Loss(), "_Loss"),
+    ],
+    ids=["function", "partial", "object"],
+)
+def test_a_refusal_says_which_loss_it_is_of(loss_fn, name):
+    grad_fn, state = clipped_grad(loss_fn, clipping_norm=1.0)
+    with pytest.raises(PrivacyError) as caught:
+        grad_fn(W, X, state=state)
+    (note,) = caught.value.__notes__
+    assert re.match(rf"In the loss .*{name}.* \(.*test_parts.py:\d+\)\.", note)
 
 
 def test_a_value_that_splits_too_often_is_said_and_where():
