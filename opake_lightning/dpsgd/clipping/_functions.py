@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, cast
@@ -24,6 +24,7 @@ __all__ = [
     "in_float32",
     "is_basic",
     "line_of",
+    "mapped",
     "name_of",
     "place_of",
     "tensors_in",
@@ -131,15 +132,20 @@ def is_basic(index: Any) -> bool:
     return index is None or index is ... or type(index) is int
 
 
-def in_float32(value: Any) -> Any:
-    """What autocast makes of the arguments of a function that runs in float32."""
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value`` with every tensor in it, tuples, lists and dicts, changed."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([in_float32(item) for item in cast("Iterable[Any]", value)])
+        return type(value)([mapped(item, change) for item in cast("Iterable[Any]", value)])
     if isinstance(value, dict):
-        return {k: in_float32(item) for k, item in cast("dict[Any, Any]", value).items()}
+        return {k: mapped(item, change) for k, item in cast("dict[Any, Any]", value).items()}
     return value
+
+
+def in_float32(value: Tensor) -> Tensor:
+    """What autocast makes of an argument of a function that runs in float32."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def place_of(func: Any) -> str:

@@ -52,6 +52,7 @@ from opake_lightning.dpsgd.clipping._functions import (
     body_of,
     in_float32,
     is_basic,
+    mapped,
     place_of,
     tensors_in,
     writes,
@@ -192,7 +193,7 @@ class Tape(TorchFunctionMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._narrow and func in IN_FLOAT32:
-            args, kwargs = in_float32(args), in_float32(kwargs)
+            args, kwargs = mapped(args, in_float32), mapped(kwargs, in_float32)
         body = body_of(func)
         if body is None:
             return func(*args, **kwargs)
@@ -275,11 +276,7 @@ class Tape(TorchFunctionMode):
 
     def wrapped(self, out: Any) -> Any:
         """``out``, whose tensors have the examples first, as the loss is to see it."""
-        if isinstance(out, Tensor):
-            return _functorch.add_batch_dim(out, 0, self.level)
-        if isinstance(out, (tuple, list)):
-            return type(out)(self.wrapped(item) for item in cast("Iterable[Any]", out))
-        return out
+        return mapped(out, lambda value: _functorch.add_batch_dim(value, 0, self.level))
 
     # -- rules ----------------------------------------------------------------------------------
 
@@ -288,22 +285,17 @@ class Tape(TorchFunctionMode):
         data: set[int] = set()
         kept: list[Tensor] = []
 
-        def physical(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                inner = _functorch.physical_of(value, self.level)
-                if inner is None:
-                    return value
-                data.add(id(inner))
-                kept.append(inner)
-                return inner
-            if isinstance(value, (tuple, list)):
-                return type(value)([physical(item) for item in cast("Iterable[Any]", value)])
-            return value
+        def physical(value: Tensor) -> Tensor:
+            inner = _functorch.physical_of(value, self.level)
+            if inner is None:
+                return value
+            data.add(id(inner))
+            kept.append(inner)
+            return inner
 
         # What is computed here is seen by no level, so it must write to nothing.
         with outside():
-            args = [physical(arg) for arg in args]
-            kwargs = {name: physical(value) for name, value in kwargs.items()}
+            args, kwargs = mapped(args, physical), mapped(kwargs, physical)
             if not data:
                 raise NoData
             before, self._data = self._data, data
@@ -406,21 +398,12 @@ class Tape(TorchFunctionMode):
     # -- uses without a rule ----------------------------------------------------------------------
 
     def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(OF_COPIES.get(func, func), *self._with_copies(args, kwargs))
+        """With a copy for each example in place of every parameter."""
 
-    def _with_copies(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with a copy for each example in place of every parameter."""
+        def copy(value: Tensor) -> Tensor:
+            return self.copy_for_each(value) if id(value) in self.known else value
 
-        def copy(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return self.copy_for_each(value) if id(value) in self.known else value
-            if isinstance(value, (tuple, list)):
-                return type(value)([copy(item) for item in cast("Iterable[Any]", value)])
-            return value
-
-        return tuple([copy(a) for a in args]), {name: copy(a) for name, a in kwargs.items()}
+        return self._run(OF_COPIES.get(func, func), mapped(args, copy), mapped(kwargs, copy))
 
     def copy_for_each(self, param: Tensor) -> Tensor:
         """An expanded view of ``param``, a row for each example, as the loss is to see it."""
