@@ -276,7 +276,9 @@ class Tape(TorchFunctionMode):
 
     def wrapped(self, out: Any) -> Any:
         """``out``, whose tensors have the examples first, as the loss is to see it."""
-        return mapped(out, lambda value: _functorch.add_batch_dim(value, 0, self.level))
+        if isinstance(out, Tensor):  # as it mostly is: this is on the way of every operation
+            return _functorch.add_batch_dim(out, 0, self.level)
+        return mapped(out, self.wrapped)
 
     # -- rules ----------------------------------------------------------------------------------
 
@@ -295,7 +297,8 @@ class Tape(TorchFunctionMode):
 
         # What is computed here is seen by no level, so it must write to nothing.
         with outside():
-            args, kwargs = mapped(args, physical), mapped(kwargs, physical)
+            args = [physical(a) if isinstance(a, Tensor) else mapped(a, physical) for a in args]
+            kwargs = mapped(kwargs, physical) if kwargs else kwargs
             if not data:
                 raise NoData
             before, self._data = self._data, data
