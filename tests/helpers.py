@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -59,8 +60,12 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 def on_ranks(work: Callable[[int], Any], world_size: int = 2) -> list[Any]:
     """What ``work(rank)``, a function of a module, returns in each process of a gloo group."""
+    # A server without threads that has imported torch once, which takes longer than the work.
+    multiprocessing.set_forkserver_preload(["tests.helpers", "pytest", "hypothesis"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (work, world_size, folder), nprocs=world_size)
+        mp.start_processes(
+            _rank_main, (work, world_size, folder), nprocs=world_size, start_method="forkserver"
+        )
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
 
 
