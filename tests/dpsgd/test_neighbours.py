@@ -156,7 +156,7 @@ def check_mixing(parts, outlier, bound, microbatch, seed):
 
 
 @one_at_a_time
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(parts_of_a_loss, outliers, bounds, microbatches, st.integers(0, 9))
 def test_rows_that_meet_in_a_batch(parts, outlier, bound, microbatch, seed):
     check_mixing(parts, outlier, bound, microbatch, seed)
