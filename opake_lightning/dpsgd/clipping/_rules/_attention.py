@@ -63,7 +63,8 @@ def _pooling(tape: Tape, func: Any, input: Tensor, *args: Any, **options: Any) -
     if options.get("return_indices") or len(args) > 5:  # the sixth asks for indices, too
         raise NoRule
     images = input.flatten(0, 1)
-    if func in (functional.max_pool2d, torch.max_pool2d) and images.shape[1] >= _VECTOR:
+    greatest = func in (functional.max_pool2d, torch.max_pool2d)
+    if greatest and images.device.type == "cpu" and images.shape[1] >= _VECTOR:
         # Channel beside channel its kernel compares whole vectors, and takes a third of the time.
         images = images.contiguous(memory_format=torch.channels_last)
     return func(images, *args, **options).contiguous().unflatten(0, input.shape[:2])
