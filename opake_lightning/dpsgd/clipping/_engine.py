@@ -38,8 +38,8 @@ class Request:
         groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
             group by group.
         factors_of: From norms to factors.
-        square_factors_of: The same for gradients that are squared before they are summed; None
-            leaves the squares out.
+        square_scale: How much larger factors are for gradients that are squared before they are
+            summed; None leaves the squares out.
         has_aux: Whether the loss returns (loss, aux).
     """
 
@@ -52,7 +52,7 @@ class Request:
     least_bound: float
     groups: tuple[int, ...]
     factors_of: FactorsOf
-    square_factors_of: FactorsOf | None
+    square_scale: float | None
     has_aux: bool
 
     @property

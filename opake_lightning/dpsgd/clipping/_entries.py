@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opake_lightning.dpsgd.clipping._gradients import Gradients
@@ -105,6 +106,9 @@ class Retry(BaseException):
 class Draws:
     """The rows of a part within the batch it was split from.
 
+    A part repeats the random numbers that its rows drew among all: it may have been split by them,
+    and no row may decide what others draw.
+
     Attributes:
         whole: Number of rows of the batch.
         rows: Which of them are in the part, an index tensor.
@@ -112,6 +116,13 @@ class Draws:
 
     whole: int
     rows: Tensor
+
+    def split(self, values: Sequence[Any]) -> list[Draws]:
+        """The rows of each of ``values``, one for each row, in the order in which they come."""
+        rows: dict[Any, list[int]] = {}
+        for row, value in zip(self.rows.tolist(), values, strict=True):
+            rows.setdefault(value, []).append(row)
+        return [Draws(self.whole, torch.tensor(mine)) for mine in rows.values()]
 
 
 @dataclass(frozen=True, slots=True)
