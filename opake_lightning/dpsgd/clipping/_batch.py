@@ -8,7 +8,7 @@ example's loss depend on the others; so it is replaced by an object that raises 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from torch import Tensor
@@ -92,10 +92,6 @@ class Examples:
     _leaves: tuple[Any, ...]
     _slots: tuple[int, ...]
     _assemble: Callable[[Iterable[Any]], tuple[Any, ...]]
-
-    def of(self, tensors: tuple[Tensor, ...]) -> Examples:
-        """The same for other examples, whose ``tensors`` are given."""
-        return replace(self, size=len(tensors[0]), tensors=tensors)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """New batch arguments with ``tensors`` in the places of the original ones.
