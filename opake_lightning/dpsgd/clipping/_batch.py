@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+import optree
 from torch import Tensor
 
 from opake_lightning._batches import take_apart
@@ -47,7 +48,8 @@ class _Withheld:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del func, types
-        _refuse_first_of((args, kwargs))
+        given = optree.tree_leaves((args, kwargs))
+        next(leaf for leaf in given if type(leaf) is _Withheld)._refuse()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
@@ -144,12 +146,3 @@ def examples_of(batch: tuple[Any, ...]) -> Examples:
                 "first dimension"
             )
     return Examples(len(tensors[0]), tensors, tuple(leaves), slots, parts.assemble)
-
-
-def _refuse_first_of(value: Any) -> None:
-    """Let the first withheld object among the arguments of a function complain."""
-    if type(value) is _Withheld:
-        value._refuse()  # pyright: ignore[reportPrivateUsage]
-    if isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _refuse_first_of(item)

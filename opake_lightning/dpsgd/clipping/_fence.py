@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -66,7 +67,6 @@ class Fence:
         self._first: list[tuple[Any, dict[Any, Any]]] | None = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._memory: dict[int, tuple[Tensor, str]] | None = None
         self._guarded = False
         self._drawn: set[int] = set()
         self.read = ""
@@ -86,22 +86,22 @@ class Fence:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares memory with one that was there before the loss ran."""
-        return memory_of(tensor) in self._tensors()
+        return memory_of(tensor) in self._tensors
 
     def name_of(self, tensor: Tensor) -> str:
         """The tensor's name on its owner, for a message."""
-        found = self._tensors().get(memory_of(tensor))
+        found = self._tensors.get(memory_of(tensor))
         return "a tensor from outside of the loss" if found is None else found[1]
 
+    @cached_property
     def _tensors(self) -> dict[int, tuple[Tensor, str]]:
-        if self._memory is None:
-            self._memory = {
-                memory_of(value): (value, below(held.path, key))
-                for held in self._at_start.held
-                for key, value in held.before.items()
-                if isinstance(value, Tensor) and value.numel()
-            }
-        return self._memory
+        """Tensors that were there, with their names, by where their memory is."""
+        return {
+            memory_of(value): (value, below(held.path, key))
+            for held in self._at_start.held
+            for key, value in held.before.items()
+            if isinstance(value, Tensor) and value.numel()
+        }
 
     def keep(self, tensor: Tensor) -> None:
         """Remember the content of a tensor that is about to be written to, alike for all examples.
@@ -120,7 +120,7 @@ class Fence:
         """Remember the content of all tensors: for a loss that runs where writes are not seen."""
         if not self._guarded:
             self._guarded, self.read = True, ""
-            for tensor, _ in self._tensors().values():
+            for tensor, _ in self._tensors.values():
                 self.keep(tensor)
             self._look_closer()
 
@@ -142,8 +142,7 @@ class Fence:
         for places in (self._at_start, self._at_read):
             places.remember_arrays()
         self._tensors_at_read = [
-            (tensor, tensor.requires_grad, tensor.detach())
-            for tensor, _ in self._tensors().values()
+            (tensor, tensor.requires_grad, tensor.detach()) for tensor, _ in self._tensors.values()
         ]
 
     def _because(self) -> str:
@@ -221,9 +220,7 @@ class Fence:
 
     def _agree(self, changed: list[tuple[Any, dict[Any, Any]]]) -> None:
         """Numbers that differ between passes tell examples apart."""
-        if self._first is None:
-            return
-        first = {id(place): held for place, held in self._first}
+        first = {id(place): held for place, held in self._first or ()}
         for place, now in changed:
             other = first.get(id(place), {})
             for key, value in now.items():
@@ -251,10 +248,7 @@ class Fence:
             if not _equal_states(state_of(generator), state):
                 self._drawn.add(number)
                 set_state(generator, state)
-        with torch.no_grad():
-            for tensor, content in self._kept.values():
-                if not _equal(tensor.detach(), content):
-                    tensor.detach().copy_(content)
+        _write(self._kept.values())
 
     def finish(self) -> None:
         """Leave what one pass left: a counter that went on, a normalised weight.
@@ -266,10 +260,7 @@ class Fence:
             put(place, held)
         for number in self._drawn:
             _go_on(self._random[number][0])
-        with torch.no_grad():
-            for tensor, content in self._written:
-                if not _equal(tensor.detach(), content):
-                    tensor.detach().copy_(content)
+        _write(self._written)
 
 
 def _without_copies(changed: _Changed) -> _Changed:
@@ -344,6 +335,13 @@ def memory_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except (RuntimeError, NotImplementedError):  # tensors without memory of their own
         return 0
+
+
+def _write(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors a content, those that have another."""
+    for tensor, content in contents:
+        if not _equal(tensor.detach(), content):
+            tensor.detach().copy_(content)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
