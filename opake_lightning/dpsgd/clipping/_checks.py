@@ -64,10 +64,7 @@ def _weighted_mean(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @_check_of(functional.embedding, functional.embedding_bag)
 def _max_norm(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = "input weight padding_idx max_norm"
-    if func is functional.embedding_bag:
-        names = "input weight offsets max_norm"
-    if _given(names, args, kwargs).get("max_norm") is not None:
+    if _given("input weight padding_or_offsets max_norm", args, kwargs).get("max_norm") is not None:
         raise tape.refuse(
             f"{place_of(func)} with max_norm= rescales the rows of the weight whose ids occur, so "
             "that the weight tells which did; leave max_norm out, or renormalise all rows outside "
@@ -87,8 +84,7 @@ _STATISTICS = {
 @_check_of(*_STATISTICS)
 def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _given(_STATISTICS[func], args, kwargs)
-    batch = func in (functional.batch_norm, torch.batch_norm)
-    own = given.get("training", False) if batch else given.get("use_input_stats", True)
+    own = given.get("training", given.get("use_input_stats", func is functional.instance_norm))
     if own and given.get("running_mean") is not None:
         raise tape.refuse(
             f"{place_of(func)} in training mode keeps statistics of the examples; use GroupNorm or "

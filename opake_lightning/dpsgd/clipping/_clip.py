@@ -73,17 +73,16 @@ class Engine:
         """
         fence = self._fence = Fence(request.owners, self._fence)
         fence.refuse_hooks()
-        before = _Random(request.device)
+        batch = _Batch(self, request, fence, caution)
         try:
-            with torch.no_grad(), _without_autocast(request.device) as ambient:
-                batch = _Batch(self, request, fence, ambient, caution, before)
+            with torch.no_grad(), _without_autocast(request.device) as batch.ambient:
                 size = batch.run(size)
                 batch.require_gradient()
         except BaseException:
             fence.restore()
             raise
         fence.finish()
-        before.go_on()
+        batch.random.go_on()
         if batch.ran_alone:
             # Not within the step: a list that catches warnings is a place that the fence looks at.
             self.say(batch.ran_alone)
@@ -102,29 +101,23 @@ class Engine:
 
 
 class _Batch:
-    def __init__(
-        self,
-        engine: Engine,
-        request: Request,
-        fence: Fence,
-        ambient: Callable[[], Any],
-        caution: int,
-        random: _Random,
-    ) -> None:
-        self._engine, self._request, self._fence, self._random = engine, request, fence, random
-        self._ambient, self.caution = ambient, caution
+    ambient: Callable[[], Any] = contextlib.nullcontext  # the autocast around the loss
+
+    def __init__(self, engine: Engine, request: Request, fence: Fence, caution: int) -> None:
+        self._engine, self._request, self._fence, self.caution = engine, request, fence, caution
+        self.random = _Random(request.device)
         layout = in_float64(request.layout)
         self._sums = layout.views(layout.empty())
         self._empty = set(range(len(request.params)))  # sums that nothing was added to yet
         squared = request.square_scale is not None
         self._square_sums = layout.views(layout.zeros()) if squared else None
         # Of each pass: which examples, and what was found of them.
-        self._index, self._norms = [torch.arange(0)], [request.no_norms()]
+        none = torch.zeros(request.n_groups, 0, dtype=torch.float64, device=request.device)
+        self._index, self._norms = [torch.arange(0)], [none]
         self._aux: list[Aux] = []
         self._used = [False] * len(request.params)
         self._has_gradient = False
         self.ran_alone = ""  # why the last rows that did ran alone
-        self._names = request.names()
 
     def run(self, size: int) -> int:
         """Add all examples; returns how many a microbatch has."""
@@ -133,7 +126,7 @@ class _Batch:
             stop = start + (size or _SAMPLE)
             if start:
                 # Not from where the last microbatch left it: a loss may seed it by what a row says.
-                self._random.of_row(_OF_MICROBATCH + start)
+                self.random.of_row(_OF_MICROBATCH + start)
             kept = 0
             for index, found in self._passes(tuple([t[start:stop] for t in examples.tensors])):
                 self._index.append(start + index)
@@ -157,7 +150,7 @@ class _Batch:
 
     def warn_of_unused(self) -> None:
         """Name the parameters that noise moves, and nothing else."""
-        leaves = zip(self._names, self._request.params, self._used, strict=True)
+        leaves = zip(self._request.names(), self._request.params, self._used, strict=True)
         unused = [name for name, leaf, used in leaves if leaf.numel() and not used]
         if unused and any(self._used):
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" * (len(unused) > 8))
@@ -212,7 +205,7 @@ class _Batch:
                 start.of_row(i)
                 row = tuple([t[i : i + 1].clone() for t in rows])
                 request = self._request
-                alone = run_alone(request.loss, request.params, row, self._fence, self._ambient)
+                alone = run_alone(request.loss, request.params, row, self._fence, self.ambient)
                 # Not before: what fails here as well is the loss's own mistake, and says so itself.
                 self.ran_alone = why
                 yield torch.tensor([i]), alone
@@ -234,7 +227,7 @@ class _Batch:
                     self._request.params,
                     tuple([t.clone() for t in rows]) if copies else rows,
                     self._fence,
-                    self._ambient,
+                    self.ambient,
                     caution=self.caution,
                     draws=draws,
                     own_rows=copies,

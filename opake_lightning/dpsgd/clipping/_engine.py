@@ -86,10 +86,6 @@ class Request:
             text = text.replace(f"{{{number}}}", name)
         return text
 
-    def no_norms(self) -> Tensor:
-        """The norms of no examples."""
-        return torch.zeros(self.n_groups, 0, dtype=torch.float64, device=self.device)
-
 
 @dataclass(frozen=True, slots=True)
 class ClippedSum:

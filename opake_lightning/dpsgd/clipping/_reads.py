@@ -63,9 +63,8 @@ def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _seen(tape: Tape, value: Any) -> Tensor | None:
     """The tensor behind ``value``, examples first; None if it is the same for all of them."""
-    if not isinstance(value, Tensor) or not _functorch.has_private_names():
-        return None
-    return _functorch.physical_of(value, tape.level)
+    seen = isinstance(value, Tensor) and tape.level
+    return _functorch.physical_of(value, tape.level) if seen else None
 
 
 _contains: Any = cast("Any", Tensor).__contains__
@@ -83,7 +82,7 @@ CHECKS.update(dict.fromkeys(_READS, _read) | dict.fromkeys(_COMPARES, _compared)
 
 def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indexing by what vmap cannot: a slice that ends at a tensor, or a mask that is written to."""
-    if not _functorch.has_private_names() or not tape.level:
+    if not tape.level:
         return NotImplemented
     target, index, *value = args
     parts = index if isinstance(index, tuple) else (index,)
