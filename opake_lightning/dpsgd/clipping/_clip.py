@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opake_lightning import _functorch
 from opake_lightning._tree import in_float64
-from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._entries import Draws, Retry, Split, WritesToBatch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Dense
@@ -83,21 +83,16 @@ class Engine:
             raise
         fence.finish()
         batch.random.go_on()
-        if batch.ran_alone:
-            # Not within the step: a list that catches warnings is a place that the fence looks at.
-            self.say(batch.ran_alone)
-        if request.examples.size and not self._looked_for_unused:
-            self._looked_for_unused = True
-            batch.warn_of_unused()
-        return batch.result(), batch.caution, size
-
-    def say(self, why: str) -> None:
-        """Warn, once, that examples run one at a time."""
-        if why not in self._said:
+        # Not within the step: a list that catches warnings is a place that the fence looks at.
+        if (why := batch.ran_alone) and why not in self._said:
             self._said.add(why)
             warnings.warn(
                 f"clipping one example at a time, which is much slower: {why}", stacklevel=2
             )
+        if request.examples.size and not self._looked_for_unused:
+            self._looked_for_unused = True
+            batch.warn_of_unused()
+        return batch.result(), batch.caution, size
 
 
 class _Batch:
@@ -114,7 +109,7 @@ class _Batch:
         # Of each pass: which examples, and what was found of them.
         none = torch.zeros(request.n_groups, 0, dtype=torch.float64, device=request.device)
         self._index, self._norms = [torch.arange(0)], [none]
-        self._aux: list[Aux] = []
+        self._aux: list[Any] = []
         self._used = [False] * len(request.params)
         self._has_gradient = False
         self.ran_alone = ""  # why the last rows that did ran alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import optree
 import torch
@@ -13,14 +13,10 @@ from torch import Tensor
 from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping._batch import Examples
 
-__all__ = ["LARGE_NORM", "Aux", "ClippedSum", "FactorsOf", "Request", "refuse_engine"]
+__all__ = ["LARGE_NORM", "ClippedSum", "Request", "refuse_engine"]
 
 # Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
 LARGE_NORM = 1e15
-
-Aux: TypeAlias = Any
-# From norms to factors, both float64 of shape [G, B]; 0 where a norm is not finite.
-FactorsOf: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,8 @@ class Request:
         least_bound: The least norm that a gradient may be scaled to.
         groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
             group by group.
-        factors_of: From norms to factors.
+        factors_of: From norms to factors, both float64 of shape [G, B]; 0 where a norm is not
+            finite.
         square_scale: How much larger factors are for gradients that are squared before they are
             summed; None leaves the squares out.
         has_aux: Whether the loss returns (loss, aux).
@@ -51,7 +48,7 @@ class Request:
     needs_gradient: bool
     least_bound: float
     groups: tuple[int, ...]
-    factors_of: FactorsOf
+    factors_of: Callable[[Tensor], Tensor]
     square_scale: float | None
     has_aux: bool
 
@@ -103,7 +100,7 @@ class ClippedSum:
 
     sums: list[Tensor]
     norms: Tensor
-    aux: Aux
+    aux: Any
     squares: list[Tensor] | None = None
 
 
