@@ -21,6 +21,7 @@ from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, ClippedSum, Reque
 from opake_lightning.dpsgd.clipping._entries import Draws, Retry, Split, WritesToBatch
 from opake_lightning.dpsgd.clipping._fence import Fence
 from opake_lightning.dpsgd.clipping._gradients import Dense
+from opake_lightning.dpsgd.clipping._groups import names_of
 from opake_lightning.dpsgd.clipping._pass import Alone, Pass, run_alone, run_pass
 from opake_lightning.errors import PrivacyError
 
@@ -145,7 +146,8 @@ class _Batch:
 
     def warn_of_unused(self) -> None:
         """Name the parameters that noise moves, and nothing else."""
-        leaves = zip(self._request.names(), self._request.params, self._used, strict=True)
+        names = names_of(self._request.layout.treespec)
+        leaves = zip(names, self._request.params, self._used, strict=True)
         unused = [name for name, leaf, used in leaves if leaf.numel() and not used]
         if unused and any(self._used):
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" * (len(unused) > 8))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping._batch import Examples
+from opake_lightning.dpsgd.clipping._groups import names_of
 
 __all__ = ["LARGE_NORM", "ClippedSum", "Request", "refuse_engine"]
 
@@ -72,14 +73,9 @@ class Request:
             raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
         return cast("tuple[Any, Any]", out)
 
-    def names(self) -> list[str]:
-        """What the leaves are called in messages."""
-        paths = self.layout.treespec.paths()
-        return ["/".join(map(str, path)) or "the tensor" for path in paths]
-
     def with_names(self, text: str) -> str:
         """``text`` with the names of parameters in place of their numbers in braces."""
-        for number, name in enumerate(self.names()):
+        for number, name in enumerate(names_of(self.layout.treespec)):
             text = text.replace(f"{{{number}}}", name)
         return text
 

@@ -162,8 +162,7 @@ class Fence:
             PrivacyError: If it left something that may depend on an example.
         """
         # Without a value of the batch, no name of an attribute can be made of one.
-        changed = self._at_start.changed(keys=strict or bool(self.read))
-        changed = _without_copies(_without_renewed(changed))
+        changed = _cleared(self._at_start.changed(keys=strict or bool(self.read)))
         try:
             for held, now in changed:
                 for key, value in now.items():
@@ -176,7 +175,7 @@ class Fence:
                 _refuse("gives a tensor an attribute", "it may hold what an example says")
             if strict or self.read:
                 places = self._at_start if strict else self._at_read
-                since = changed if places is self._at_start else _without_renewed(places.changed())
+                since = changed if places is self._at_start else _cleared(places.changed())
                 self._refuse_changes(places, since, strict=strict)
             if path := self._at_start.gone_on():
                 # There is no way to set it back for the next pass.
@@ -263,19 +262,15 @@ class Fence:
         _write(self._written)
 
 
-def _without_copies(changed: _Changed) -> _Changed:
-    """What is kept is not the copies for each example of a constant, if nothing wrote to them."""
-    for _, now in changed:
-        for key, value in now.items():
-            one = getattr(value, "_opake_same_for_all", None) if isinstance(value, Tensor) else None
-            if one is not None and _functorch.unwrapped(value)._version == 0:
-                now[key] = one
-    return changed
-
-
-def _without_renewed(changed: _Changed) -> _Changed:
+def _cleared(changed: _Changed) -> _Changed:
+    """Without what is renewed, and with a constant in place of its copies for each example."""
     for held, now in changed:
         now.update({key: held.before[key] for key in _RENEWED & now.keys() & held.before.keys()})
+        for key, value in now.items():
+            one = getattr(value, "_opake_same_for_all", None) if isinstance(value, Tensor) else None
+            # Those that the loss wrote to are not kept so.
+            if one is not None and _functorch.unwrapped(value)._version == 0:
+                now[key] = one
     return changed
 
 
