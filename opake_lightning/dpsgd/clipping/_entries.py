@@ -28,6 +28,7 @@ __all__ = [
     "Split",
     "Use",
     "WritesToBatch",
+    "check_of",
     "rule_for",
 ]
 
@@ -53,6 +54,17 @@ def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
         if row_wise:
             ROW_WISE.update(funcs)
         return rule
+
+    return decorate
+
+
+def check_of(*funcs: Any) -> Callable[[Rule], Rule]:
+    """Let the decorated function look at calls of ``funcs`` first, also where rows run alone."""
+
+    def decorate(check: Rule) -> Rule:
+        CHECKS.update(dict.fromkeys(funcs, check))
+        CHECKS_ALONE.update(dict.fromkeys(funcs, check))
+        return check
 
     return decorate
 
