@@ -69,6 +69,14 @@ _HOOKS = (
     "_load_state_dict_post_hooks", "_non_persistent_buffers_set",
 )  # fmt: skip
 _DROPPED = {"_parameters", "_buffers", "_modules", "__dict__", ""}
+# What callables are made of.
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    functools.partial: ("func", "args", "keywords"),
+}
 _CACHED: Any = type(functools.lru_cache(len))
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
 _FILES = (io.StringIO, io.BytesIO)
@@ -231,17 +239,9 @@ class Places:
     def _visit_object(self, value: Any, kind: Any, path: str) -> None:
         if isinstance(value, types.FunctionType):
             self._visit_function(value, path)
-        elif isinstance(value, types.MethodType):
-            self._visit(value.__func__, path)
-            self._visit(value.__self__, path)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self._visit(value.__func__, path)
-        elif isinstance(value, property):
-            for child in (value.fget, value.fset, value.fdel):
-                self._visit(child, path)
-        elif isinstance(value, functools.partial):
-            for child in (value.func, value.args, value.keywords):
-                self._visit(child, path)
+        elif isinstance(value, tuple(_PARTS)):
+            for name in next(names for of, names in _PARTS.items() if isinstance(value, of)):
+                self._visit(getattr(value, name), path)
         elif isinstance(value, _CACHED):
             self.values.append((value, path, content_of(value)))
             self._visit(value.__wrapped__, path)
@@ -255,15 +255,13 @@ class Places:
             for base in kind.__mro__:
                 if not _is_foreign(base.__module__):
                     self._visit(base, base.__name__)
-            for base in kind.__mro__:
-                if vars(base).get("__slots__") and not isinstance(value, nn.Module):
-                    self._hold(value, path)
-                    break
             if isinstance(value, nn.Module):
                 hooks = [value.__dict__[name] for name in _HOOKS if name in value.__dict__]
                 self._hooks.append((f"the hooks of {path}", hooks, sum(map(len, hooks))))
                 for name, child in cast("Any", value)._modules.items():  # all of them, however many
                     self._visit(child, below(path, name))
+            elif any(vars(base).get("__slots__") for base in kind.__mro__):
+                self._hold(value, path)
             if hasattr(value, "__dict__"):
                 self._visit(vars(value), path)
 

@@ -79,7 +79,7 @@ def test_a_rebuilt_batch_has_other_tensors_and_nothing_else_of_the_given_one(cas
     examples = examples_of((batch,))
     assert examples.size == 2
     rows = tuple(tensor[1:] for tensor in examples.tensors)
-    (rebuilt,) = examples.of(rows).rebuild(rows)
+    (rebuilt,) = examples.rebuild(rows)
     assert type(rebuilt) is (case.becomes or type(batch))
     assert torch.equal(case.get(rebuilt), X[1:])
     assert torch.equal(case.get(batch), X)

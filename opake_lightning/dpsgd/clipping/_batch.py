@@ -7,13 +7,13 @@ example's loss depend on the others; so it is replaced by an object that raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+import optree
 from torch import Tensor
 
-from opake_lightning._batches import take_apart
+from opake_lightning._batches import Parts, take_apart
 from opake_lightning._tree import BATCH_NAMESPACE
 
 __all__ = ["Examples", "examples_of"]
@@ -47,7 +47,8 @@ class _Withheld:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del func, types
-        _refuse_first_of((args, kwargs))
+        given = optree.tree_leaves(cast("Any", (args, kwargs)))
+        next(leaf for leaf in given if type(leaf) is _Withheld)._refuse()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
@@ -89,13 +90,7 @@ class Examples:
 
     size: int
     tensors: tuple[Tensor, ...]
-    _leaves: tuple[Any, ...]
-    _slots: tuple[int, ...]
-    _assemble: Callable[[Iterable[Any]], tuple[Any, ...]]
-
-    def of(self, tensors: tuple[Tensor, ...]) -> Examples:
-        """The same for other examples, whose ``tensors`` are given."""
-        return replace(self, size=len(tensors[0]), tensors=tensors)
+    _parts: Parts
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """New batch arguments with ``tensors`` in the places of the original ones.
@@ -105,10 +100,10 @@ class Examples:
         but what has no example in it: keys, None, functions, and what a class registered with
         optree calls its metadata.
         """
-        leaves = list(self._leaves)
-        for slot, tensor in zip(self._slots, tensors, strict=True):
-            leaves[slot] = tensor
-        return self._assemble(leaves)
+        rest = iter(tensors)
+        return self._parts.assemble(
+            [leaf if type(leaf) is _Withheld else next(rest) for leaf in self._parts.leaves]
+        )
 
 
 def examples_of(batch: tuple[Any, ...]) -> Examples:
@@ -121,39 +116,29 @@ def examples_of(batch: tuple[Any, ...]) -> Examples:
         ValueError: If there is no tensor, a tensor has no dimensions, or first sizes differ.
     """
     parts = take_apart(batch, stand_in=_Withheld)
-    leaves, places = parts.leaves, parts.places
-    if not leaves:
-        return Examples(0, (), (), (), parts.assemble)
+    if not parts.leaves:
+        return Examples(0, (), parts)
     # By type: an isinstance is a use of what is withheld.
-    slots = tuple([i for i, leaf in enumerate(leaves) if type(leaf) is not _Withheld])
-    if not slots:
+    leaves = zip(parts.leaves, parts.places, strict=True)
+    found = [(leaf, place) for leaf, place in leaves if type(leaf) is not _Withheld]
+    if not found:
         kind = type(take_apart(batch).leaves[0]).__name__
         raise ValueError(
-            f"the batch holds no tensors, only {kind} at {places[0]}; return tensors from the "
-            "collate_fn, in containers (tuple, list, dict or another Mapping, namedtuple, "
+            f"the batch holds no tensors, only {kind} at {parts.places[0]}; return tensors from "
+            "the collate_fn, in containers (tuple, list, dict or another Mapping, namedtuple, "
             "dataclass, or a class registered with optree under "
             f"namespace={BATCH_NAMESPACE!r})"
         )
-    tensors = tuple([cast("Tensor", leaves[i]) for i in slots])
-    for slot, tensor in zip(slots, tensors, strict=True):
+    first, first_place = found[0]
+    for tensor, place in found:
         if tensor.dim() == 0:
             raise ValueError(
-                f"{places[slot]} is a tensor without dimensions, so it belongs to no example; give "
+                f"{place} is a tensor without dimensions, so it belongs to no example; give "
                 "it one row per example, or make it a constant of the module"
             )
-        if len(tensor) != len(tensors[0]):
+        if len(tensor) != len(first):
             raise ValueError(
-                f"{places[slot]} has {len(tensor)} rows but {places[slots[0]]} has "
-                f"{len(tensors[0])}; every tensor of a batch needs one row per example in its "
-                "first dimension"
+                f"{place} has {len(tensor)} rows but {first_place} has {len(first)}; every tensor "
+                "of a batch needs one row per example in its first dimension"
             )
-    return Examples(len(tensors[0]), tensors, tuple(leaves), slots, parts.assemble)
-
-
-def _refuse_first_of(value: Any) -> None:
-    """Let the first withheld object among the arguments of a function complain."""
-    if type(value) is _Withheld:
-        value._refuse()  # pyright: ignore[reportPrivateUsage]
-    if isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _refuse_first_of(item)
+    return Examples(len(first), tuple([tensor for tensor, _ in found]), parts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,22 +10,11 @@ from torch.nn import functional
 
 from opake_lightning import _functorch
 from opake_lightning._functorch import outside
-from opake_lightning.dpsgd.clipping._entries import CHECKS, CHECKS_ALONE, Caution, Retry
+from opake_lightning.dpsgd.clipping._entries import Caution, Retry, check_of
 from opake_lightning.dpsgd.clipping._functions import place_of
 from opake_lightning.dpsgd.clipping._tape import Tape
 
 __all__: list[str] = []
-
-_Check = TypeVar("_Check", bound=Callable[..., Any])
-
-
-def _check_of(*funcs: Any) -> Callable[[_Check], _Check]:
-    def decorate(check: _Check) -> _Check:
-        CHECKS.update(dict.fromkeys(funcs, check))
-        CHECKS_ALONE.update(dict.fromkeys(funcs, check))
-        return check
-
-    return decorate
 
 
 def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +24,7 @@ def _given(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 # -- losses that are another number on one row -----------------------------------------------------
 
 
-@_check_of(functional.cross_entropy, functional.nll_loss)
+@check_of(functional.cross_entropy, functional.nll_loss)
 def _weighted_mean(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A mean that divides by weights, or by how many labels are kept.
 
@@ -62,12 +50,9 @@ def _weighted_mean(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[st
 # -- what writes to a weight -----------------------------------------------------------------------
 
 
-@_check_of(functional.embedding, functional.embedding_bag)
+@check_of(functional.embedding, functional.embedding_bag)
 def _max_norm(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = "input weight padding_idx max_norm"
-    if func is functional.embedding_bag:
-        names = "input weight offsets max_norm"
-    if _given(names, args, kwargs).get("max_norm") is not None:
+    if _given("input weight padding_or_offsets max_norm", args, kwargs).get("max_norm") is not None:
         raise tape.refuse(
             f"{place_of(func)} with max_norm= rescales the rows of the weight whose ids occur, so "
             "that the weight tells which did; leave max_norm out, or renormalise all rows outside "
@@ -84,11 +69,10 @@ _STATISTICS = {
 }
 
 
-@_check_of(*_STATISTICS)
+@check_of(*_STATISTICS)
 def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _given(_STATISTICS[func], args, kwargs)
-    batch = func in (functional.batch_norm, torch.batch_norm)
-    own = given.get("training", False) if batch else given.get("use_input_stats", True)
+    own = given.get("training", given.get("use_input_stats", func is functional.instance_norm))
     if own and given.get("running_mean") is not None:
         raise tape.refuse(
             f"{place_of(func)} in training mode keeps statistics of the examples; use GroupNorm or "
@@ -100,7 +84,7 @@ def _statistics(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 # -- gradients that the loss takes itself ----------------------------------------------------------
 
 
-@_check_of(torch.autograd.grad)
+@check_of(torch.autograd.grad)
 def _own_gradient(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` within the loss, such as for a gradient penalty.
 
@@ -156,7 +140,7 @@ def _inner(value: Tensor) -> Tensor:
 _tracks: Any = cast("Any", Tensor.requires_grad)
 
 
-@_check_of(Tensor.requires_grad_, _tracks.__set__)
+@check_of(Tensor.requires_grad_, _tracks.__set__)
 def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The loss wants gradients of what an example says: the tensor behind it has them."""
     value = args[0]
@@ -170,7 +154,7 @@ def _track(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return value if func is Tensor.requires_grad_ else None
 
 
-@_check_of(_tracks.__get__)
+@check_of(_tracks.__get__)
 def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(tape, Tape) and not _functorch.has_private_names():
         raise RuntimeError("whether a tensor of an example requires a gradient")
@@ -179,7 +163,7 @@ def _is_tracked(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return NotImplemented
 
 
-@_check_of(Tensor.backward, torch.autograd.backward)
+@check_of(Tensor.backward, torch.autograd.backward)
 def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise tape.refuse(
         f"the loss calls {place_of(func)}, which adds raw gradients up in .grad; return the loss, "
@@ -187,7 +171,7 @@ def _backward(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-@_check_of(cast("Any", Tensor.grad).__set__)
+@check_of(cast("Any", Tensor.grad).__set__)
 def _assigned(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise tape.refuse(
         f"the loss assigns to .grad ({place_of(func)}), which outlives it; drop that, or keep what "
@@ -195,7 +179,7 @@ def _assigned(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-@_check_of(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+@check_of(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise tape.refuse(
         f"the loss calls {place_of(func)}; hooks on gradients are not run when every example has "
@@ -203,7 +187,7 @@ def _hook(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
-@_check_of(_functorch.custom_function_call)
+@check_of(_functorch.custom_function_call)
 def _own_vmap(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A ``vmap`` of the loss's own gets the rows of all examples, and could mix them."""
     if args[0].vmap is not torch.autograd.Function.vmap:
@@ -214,7 +198,7 @@ def _own_vmap(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # -- paths that are off ----------------------------------------------------------------------------
 
 
-@_check_of(cast("Any", torch)._nested_tensor_from_mask_left_aligned)
+@check_of(cast("Any", torch)._nested_tensor_from_mask_left_aligned)
 def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """TransformerEncoder's nested tensors have another shape for each example."""
     return False
@@ -223,7 +207,7 @@ def _no_nested(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 # -- what vmap does row by row ---------------------------------------------------------------------
 
 
-@_check_of(Tensor.scatter_)
+@check_of(Tensor.scatter_)
 def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``pack_padded_sequence`` uses it: what it returns apart has a batching rule."""
     if not tape.level or kwargs or _functorch.physical_of(args[0], tape.level) is None:
@@ -234,7 +218,7 @@ def _scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 # -- what vmap gets wrong --------------------------------------------------------------------------
 
 
-@_check_of(torch.select_scatter, Tensor.select_scatter)
+@check_of(torch.select_scatter, Tensor.select_scatter)
 def _select_scatter(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under vmap torch adds the gradient of the source up, once for each place along ``dim``."""
     if kwargs or not isinstance(tape, Tape):

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from opake_lightning import _functorch
 from opake_lightning._tree import in_float64
-from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, Aux, ClippedSum, Request
+from opake_lightning.dpsgd.clipping._engine import LARGE_NORM, ClippedSum, Request
 from opake_lightning.dpsgd.clipping._entries import Draws, Retry, Split, WritesToBatch
 from opake_lightning.dpsgd.clipping._fence import Fence
+from opake_lightning.dpsgd.clipping._gradients import Dense
+from opake_lightning.dpsgd.clipping._groups import names_of
 from opake_lightning.dpsgd.clipping._pass import Alone, Pass, run_alone, run_pass
 from opake_lightning.errors import PrivacyError
 
@@ -71,77 +74,46 @@ class Engine:
         """
         fence = self._fence = Fence(request.owners, self._fence)
         fence.refuse_hooks()
-        before = _Random(request.device)
-        batch = _Batch(self, request, fence, caution, before)
+        batch = _Batch(self, request, fence, caution)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _without_autocast(request.device) as batch.ambient:
                 size = batch.run(size)
                 batch.require_gradient()
         except BaseException:
             fence.restore()
             raise
         fence.finish()
-        before.go_on()
-        if batch.ran_alone:
-            # Not within the step: a list that catches warnings is a place that the fence looks at.
-            self.say(batch.ran_alone)
+        batch.random.go_on()
+        # Not within the step: a list that catches warnings is a place that the fence looks at.
+        if (why := batch.ran_alone) and why not in self._said:
+            self._said.add(why)
+            warnings.warn(
+                f"clipping one example at a time, which is much slower: {why}", stacklevel=2
+            )
         if request.examples.size and not self._looked_for_unused:
             self._looked_for_unused = True
             batch.warn_of_unused()
         return batch.result(), batch.caution, size
 
-    def say(self, why: str) -> None:
-        """Warn, once, that examples run one at a time."""
-        if why not in self._said:
-            self._said.add(why)
-            warnings.warn(
-                f"clipping one example at a time, which is much slower: {why}", stacklevel=2
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a microbatch that run together.
-
-    Attributes:
-        index: Which rows.
-        draws: None if they are all. A part repeats the random numbers that its rows drew among all:
-            it may have been split by them, and no row may decide what others draw.
-    """
-
-    index: Tensor
-    draws: Draws | None = None
-
-    def split(self, split: Split) -> list[_Part]:
-        """The rows of each value, in the order in which values come."""
-        places: dict[Any, list[int]] = {}
-        for place, value in enumerate(split.values):
-            places.setdefault(value, []).append(place)
-        n = len(self.index)
-        draws = self.draws or Draws(n, torch.arange(n))
-        return [
-            _Part(self.index[mine], Draws(draws.whole, draws.rows[mine]))
-            for mine in places.values()
-        ]
-
 
 class _Batch:
-    def __init__(
-        self, engine: Engine, request: Request, fence: Fence, caution: int, random: _Random
-    ) -> None:
-        self._engine, self._request, self._fence, self._random = engine, request, fence, random
-        self.caution = caution
+    ambient: Callable[[], Any] = contextlib.nullcontext  # the autocast around the loss
+
+    def __init__(self, engine: Engine, request: Request, fence: Fence, caution: int) -> None:
+        self._engine, self._request, self._fence, self.caution = engine, request, fence, caution
+        self.random = _Random(request.device)
         layout = in_float64(request.layout)
         self._sums = layout.views(layout.empty())
         self._empty = set(range(len(request.params)))  # sums that nothing was added to yet
-        squared = request.square_factors_of is not None
+        squared = request.square_scale is not None
         self._square_sums = layout.views(layout.zeros()) if squared else None
-        self._norms = [request.no_norms()]
-        self._aux: list[Aux] = []
+        # Of each pass: which examples, and what was found of them.
+        none = torch.zeros(request.n_groups, 0, dtype=torch.float64, device=request.device)
+        self._index, self._norms = [torch.arange(0)], [none]
+        self._aux: list[Any] = []
         self._used = [False] * len(request.params)
         self._has_gradient = False
         self.ran_alone = ""  # why the last rows that did ran alone
-        self._names = request.names()
 
     def run(self, size: int) -> int:
         """Add all examples; returns how many a microbatch has."""
@@ -150,8 +122,13 @@ class _Batch:
             stop = start + (size or _SAMPLE)
             if start:
                 # Not from where the last microbatch left it: a loss may seed it by what a row says.
-                self._random.of_row(_OF_MICROBATCH + start)
-            kept = self._microbatch(tuple([t[start:stop] for t in examples.tensors]))
+                self.random.of_row(_OF_MICROBATCH + start)
+            kept = 0
+            for index, found in self._passes(tuple([t[start:stop] for t in examples.tensors])):
+                self._index.append(start + index)
+                self._norms.append(self._add(found))
+                self._aux.append(found.aux)
+                kept += found.kept_bytes
             start = stop
             if not size and examples.size > 1:
                 size = _affordable(kept / _SAMPLE, self._request.device)
@@ -159,21 +136,18 @@ class _Batch:
 
     def result(self) -> ClippedSum:
         """The sums."""
-        self._clear()
-        aux = None
-        if self._request.has_aux and self._aux:
-            aux = optree.tree_map(lambda *parts: torch.cat(parts), *self._aux)
-        return ClippedSum(self._sums, torch.cat(self._norms, dim=1), aux, self._square_sums)
-
-    def _clear(self) -> None:
-        """Fill the sums that nothing was added to with zeros."""
         for number in self._empty:
             self._sums[number].zero_()
-        self._empty.clear()
+        order, aux = torch.cat(self._index).argsort(), None
+        if self._request.has_aux and self._aux:
+            aux = optree.tree_map(lambda *parts: torch.cat(parts)[order], *self._aux)
+        norms = torch.cat(self._norms, dim=1)[:, order]
+        return ClippedSum(self._sums, norms, aux, self._square_sums)
 
     def warn_of_unused(self) -> None:
         """Name the parameters that noise moves, and nothing else."""
-        leaves = zip(self._names, self._request.params, self._used, strict=True)
+        names = names_of(self._request.layout.treespec)
+        leaves = zip(names, self._request.params, self._used, strict=True)
         unused = [name for name, leaf, used in leaves if leaf.numel() and not used]
         if unused and any(self._used):
             shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" * (len(unused) > 8))
@@ -196,33 +170,17 @@ class _Batch:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _microbatch(self, rows: Rows) -> int:
-        n, device = len(rows[0]), self._request.device
-        norms = torch.zeros(self._request.n_groups, n, dtype=torch.float64, device=device)
-        aux: list[tuple[Tensor | None, Aux]] = []
-        kept = 0
-        for index, found in self._passes(rows):
-            where = slice(None) if index is None else index.to(device)
-            norms[:, where] = self._add(found)
-            aux.append((index, found.aux))
-            kept += found.kept_bytes
-        self._norms.append(norms)
-        self._aux.append(_in_order(aux))
-        return kept
-
-    def _passes(self, rows: Rows) -> Generator[tuple[Tensor | None, Pass]]:
-        """The parts of a microbatch, each with what a pass over it found; None is all of it."""
+    def _passes(self, rows: Rows) -> Generator[tuple[Tensor, Pass]]:
+        """The parts of a microbatch, each with what a pass over it found."""
         n, start = len(rows[0]), _Random(self._request.device)
-        waiting, done = [_Part(torch.arange(n))], 0
+        waiting, done = [Draws(n, torch.arange(n))], 0
         while waiting:
             part = waiting.pop(0)
-            all_of_it = len(part.index) == n
-            mine = rows if all_of_it else tuple([t[part.index.to(t.device)] for t in rows])
             try:
-                found = self._with_caution(mine, part, start)
+                found = self._with_caution(rows, part, start)
             except Split as split:
                 self._fence.restore()
-                parts = part.split(split)
+                parts = part.split(split.values)
                 if done + len(waiting) + len(parts) <= _PARTS:
                     waiting = [*parts, *waiting]
                     continue
@@ -238,40 +196,39 @@ class _Batch:
                 )
             else:
                 done += 1
-                yield None if all_of_it else part.index, found
+                yield part.rows, found
                 continue
-            for i in part.index.tolist():
+            for i in part.rows.tolist():
                 start.of_row(i)
                 row = tuple([t[i : i + 1].clone() for t in rows])
-                with _without_autocast(self._request.device) as ambient:
-                    alone = run_alone(
-                        self._request.loss, self._request.params, row, self._fence, ambient
-                    )
+                request = self._request
+                alone = run_alone(request.loss, request.params, row, self._fence, self.ambient)
                 # Not before: what fails here as well is the loss's own mistake, and says so itself.
                 self.ran_alone = why
                 yield torch.tensor([i]), alone
 
-    def _with_caution(self, rows: Rows, part: _Part, start: _Random) -> Pass:
+    def _with_caution(self, rows: Rows, part: Draws, start: _Random) -> Pass:
         """A pass with as much caution as it takes."""
-        again = False
+        draws = None
+        if len(part.rows) < part.whole:
+            draws, rows = part, tuple([t[part.rows.to(t.device)] for t in rows])
+        again = draws is not None
         while True:
-            if again or part.draws is not None:
+            if again:
                 start.again()
             # Where writes to the batch are not seen, every pass has rows of its own.
             copies = self._engine.copies_rows or not _functorch.has_private_names()
-            mine = tuple([t.clone() for t in rows]) if copies else rows
             try:
-                with _without_autocast(self._request.device) as ambient:
-                    return run_pass(
-                        self._request.loss,
-                        self._request.params,
-                        mine,
-                        self._fence,
-                        ambient,
-                        caution=self.caution,
-                        draws=part.draws,
-                        own_rows=copies,
-                    )
+                return run_pass(
+                    self._request.loss,
+                    self._request.params,
+                    tuple([t.clone() for t in rows]) if copies else rows,
+                    self._fence,
+                    self.ambient,
+                    caution=self.caution,
+                    draws=draws,
+                    own_rows=copies,
+                )
             except WritesToBatch:
                 self._fence.restore()
                 self._engine.copies_rows = again = True
@@ -290,69 +247,41 @@ class _Batch:
         for number, gradient in enumerate(found.gradients):
             self._used[number] |= gradient is not None
         norms = found.norms(request.groups, request.n_groups, request.device)
-        usual = (norms <= LARGE_NORM).all(0)
+        usual = norms <= LARGE_NORM
         if request.least_bound < _SMALL_NORM:
-            usual &= (norms >= _SMALL_NORM).all(0)
+            usual &= norms >= _SMALL_NORM
         if bool(usual.all()):
-            factors = request.factors_of(norms)
-            found.add_weighted(factors, request.groups, self._sums, self._empty)
-            if request.square_factors_of is not None and self._square_sums is not None:
-                factors = request.square_factors_of(norms)
-                found.add_squares(factors, request.groups, self._square_sums)
+            self._sum(found, norms)
             return norms
-        return self._one_by_one(found)
-
-    def _one_by_one(self, found: Pass) -> Tensor:
-        """NaN times zero is NaN: examples with odd gradients are not in one product with others.
-
-        In float64 norms and factors of whatever float32 holds have digits enough.
-        """
-        request = self._request
-        self._clear()
-        norms = request.no_norms().new_zeros(request.n_groups, found.size)
+        # NaN times zero is NaN: examples with odd gradients are not in one product with others. In
+        # float64 norms and factors of whatever float32 holds have digits enough.
         for i in range(found.size):
             rows = [
-                None if g is None else g.dense(slice(i, i + 1))[0].double() for g in found.gradients
+                None if g is None else Dense(g.dense(slice(i, i + 1)).double())
+                for g in found.gradients
             ]
             norms[:, i] = norm = _norms(rows, request.groups, norms[:, i])
-            for out, row, group in zip(self._sums, rows, request.groups, strict=True):
-                if row is not None and bool(norm.isfinite().all()):
-                    out.add_(row, alpha=float(request.factors_of(norm[:, None])[group, 0]))
-            squares = self._square_sums
-            if (
-                request.square_factors_of is None
-                or squares is None
-                or not bool(norm.isfinite().all())
-            ):
-                continue
-            factors = request.square_factors_of(norm[:, None])[:, 0]
-            for out, row, group in zip(squares, rows, request.groups, strict=True):
-                if row is not None:
-                    out.add_((row * factors[group]).square_())
+            if bool(norm.isfinite().all()):
+                self._sum(Pass(list(rows), None, 1, 0, has_gradient=True), norm[:, None])
         return norms
 
+    def _sum(self, found: Pass, norms: Tensor) -> None:
+        request = self._request
+        factors = request.factors_of(norms)
+        found.add_weighted(factors, request.groups, self._sums, self._empty)
+        if request.square_scale is not None and self._square_sums is not None:
+            found.add_squares(factors * request.square_scale, request.groups, self._square_sums)
 
-def _norms(rows: list[Tensor | None], groups: tuple[int, ...], like: Tensor) -> Tensor:
+
+def _norms(gradients: Sequence[Dense | None], groups: tuple[int, ...], like: Tensor) -> Tensor:
     """Norm of one example in each group, infinite in all if it is not finite in one."""
-    peaks = torch.zeros_like(like)
-    filled = [(r, g) for r, g in zip(rows, groups, strict=True) if r is not None and r.numel()]
-    for row, group in filled:
-        peaks[group] = torch.maximum(peaks[group], row.abs().amax())  # NaN stays NaN
-    if not bool(peaks.isfinite().all()):
-        return torch.full_like(like, torch.inf)
-    squared = torch.zeros_like(like)
-    for row, group in filled:
-        squared[group] += (row / peaks[group].clamp(min=1e-300)).square().sum()
-    return peaks * squared.sqrt()
-
-
-def _in_order(parts: list[tuple[Tensor | None, Aux]]) -> Aux:
-    if len(parts) == 1:
-        return parts[0][1]
-    order = torch.cat([index for index, _ in parts if index is not None]).argsort()
-    return optree.tree_map(
-        lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *[aux for _, aux in parts]
-    )
+    norms = torch.zeros_like(like)
+    for gradient, group in zip(gradients, groups, strict=True):
+        if gradient is not None and gradient.values.numel():
+            peak = gradient.values.abs().amax()  # of NaN is NaN
+            part = peak * (gradient.values / peak.clamp(min=1e-300)).norm()
+            norms[group] = torch.hypot(norms[group], part)
+    return norms if bool(norms.isfinite().all()) else torch.full_like(like, torch.inf)
 
 
 def _affordable(each: float, device: torch.device) -> int:
@@ -404,12 +333,10 @@ class _Random:
 def _without_autocast(device: torch.device) -> Generator[Callable[[], Any]]:
     """Leave autocast; yields a way to step back into it around the loss."""
     kind = device.type
-    enabled = torch.is_autocast_enabled(kind)
+    if not torch.is_autocast_enabled(kind):
+        yield contextlib.nullcontext
+        return
     dtype = torch.get_autocast_dtype(kind)
-
-    def ambient() -> Any:
+    with torch.autocast(kind, enabled=False):
         # The cache of cast weights must not outlive a function transform.
-        return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-    with torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext():
-        yield ambient if enabled else contextlib.nullcontext
+        yield partial(torch.autocast, kind, dtype=dtype, cache_enabled=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import optree
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor
 
 from opake_lightning._tree import Layout
 from opake_lightning.dpsgd.clipping._batch import Examples
+from opake_lightning.dpsgd.clipping._groups import names_of
 
-__all__ = ["LARGE_NORM", "Aux", "ClippedSum", "FactorsOf", "Request", "refuse_engine"]
+__all__ = ["LARGE_NORM", "ClippedSum", "Request", "refuse_engine"]
 
 # Squares of larger norms, or factors as small as their inverse, may leave the range of the dtype.
 LARGE_NORM = 1e15
-
-Aux: TypeAlias = Any
-# From norms to factors, both float64 of shape [G, B]; 0 where a norm is not finite.
-FactorsOf: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,10 @@ class Request:
         least_bound: The least norm that a gradient may be scaled to.
         groups: Number of each leaf's group, from 0 to G-1: norms are taken, and factors applied,
             group by group.
-        factors_of: From norms to factors.
-        square_factors_of: The same for gradients that are squared before they are summed; None
-            leaves the squares out.
+        factors_of: From norms to factors, both float64 of shape [G, B]; 0 where a norm is not
+            finite.
+        square_scale: How much larger factors are for gradients that are squared before they are
+            summed; None leaves the squares out.
         has_aux: Whether the loss returns (loss, aux).
     """
 
@@ -51,8 +49,8 @@ class Request:
     needs_gradient: bool
     least_bound: float
     groups: tuple[int, ...]
-    factors_of: FactorsOf
-    square_factors_of: FactorsOf | None
+    factors_of: Callable[[Tensor], Tensor]
+    square_scale: float | None
     has_aux: bool
 
     @property
@@ -75,20 +73,11 @@ class Request:
             raise TypeError(f"with has_aux=True the loss must return (loss, aux), got {type(out)}")
         return cast("tuple[Any, Any]", out)
 
-    def names(self) -> list[str]:
-        """What the leaves are called in messages."""
-        paths = self.layout.treespec.paths()
-        return ["/".join(map(str, path)) or "the tensor" for path in paths]
-
     def with_names(self, text: str) -> str:
         """``text`` with the names of parameters in place of their numbers in braces."""
-        for number, name in enumerate(self.names()):
+        for number, name in enumerate(names_of(self.layout.treespec)):
             text = text.replace(f"{{{number}}}", name)
         return text
-
-    def no_norms(self) -> Tensor:
-        """The norms of no examples."""
-        return torch.zeros(self.n_groups, 0, dtype=torch.float64, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +96,7 @@ class ClippedSum:
 
     sums: list[Tensor]
     norms: Tensor
-    aux: Aux
+    aux: Any
     squares: list[Tensor] | None = None
 
 

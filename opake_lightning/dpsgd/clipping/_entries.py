@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opake_lightning.dpsgd.clipping._gradients import Gradients
@@ -27,6 +28,7 @@ __all__ = [
     "Split",
     "Use",
     "WritesToBatch",
+    "check_of",
     "rule_for",
 ]
 
@@ -52,6 +54,17 @@ def rule_for(*funcs: Any, row_wise: bool = False) -> Callable[[Rule], Rule]:
         if row_wise:
             ROW_WISE.update(funcs)
         return rule
+
+    return decorate
+
+
+def check_of(*funcs: Any) -> Callable[[Rule], Rule]:
+    """Let the decorated function look at calls of ``funcs`` first, also where rows run alone."""
+
+    def decorate(check: Rule) -> Rule:
+        CHECKS.update(dict.fromkeys(funcs, check))
+        CHECKS_ALONE.update(dict.fromkeys(funcs, check))
+        return check
 
     return decorate
 
@@ -105,6 +118,9 @@ class Retry(BaseException):
 class Draws:
     """The rows of a part within the batch it was split from.
 
+    A part repeats the random numbers that its rows drew among all: it may have been split by them,
+    and no row may decide what others draw.
+
     Attributes:
         whole: Number of rows of the batch.
         rows: Which of them are in the part, an index tensor.
@@ -112,6 +128,13 @@ class Draws:
 
     whole: int
     rows: Tensor
+
+    def split(self, values: Sequence[Any]) -> list[Draws]:
+        """The rows of each of ``values``, one for each row, in the order in which they come."""
+        rows: dict[Any, list[int]] = {}
+        for row, value in zip(self.rows.tolist(), values, strict=True):
+            rows.setdefault(value, []).append(row)
+        return [Draws(self.whole, torch.tensor(mine)) for mine in rows.values()]
 
 
 @dataclass(frozen=True, slots=True)

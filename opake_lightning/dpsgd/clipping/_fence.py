@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -66,7 +67,6 @@ class Fence:
         self._first: list[tuple[Any, dict[Any, Any]]] | None = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._memory: dict[int, tuple[Tensor, str]] | None = None
         self._guarded = False
         self._drawn: set[int] = set()
         self.read = ""
@@ -86,22 +86,22 @@ class Fence:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares memory with one that was there before the loss ran."""
-        return memory_of(tensor) in self._tensors()
+        return memory_of(tensor) in self._tensors
 
     def name_of(self, tensor: Tensor) -> str:
         """The tensor's name on its owner, for a message."""
-        found = self._tensors().get(memory_of(tensor))
+        found = self._tensors.get(memory_of(tensor))
         return "a tensor from outside of the loss" if found is None else found[1]
 
+    @cached_property
     def _tensors(self) -> dict[int, tuple[Tensor, str]]:
-        if self._memory is None:
-            self._memory = {
-                memory_of(value): (value, below(held.path, key))
-                for held in self._at_start.held
-                for key, value in held.before.items()
-                if isinstance(value, Tensor) and value.numel()
-            }
-        return self._memory
+        """Tensors that were there, with their names, by where their memory is."""
+        return {
+            memory_of(value): (value, below(held.path, key))
+            for held in self._at_start.held
+            for key, value in held.before.items()
+            if isinstance(value, Tensor) and value.numel()
+        }
 
     def keep(self, tensor: Tensor) -> None:
         """Remember the content of a tensor that is about to be written to, alike for all examples.
@@ -120,7 +120,7 @@ class Fence:
         """Remember the content of all tensors: for a loss that runs where writes are not seen."""
         if not self._guarded:
             self._guarded, self.read = True, ""
-            for tensor, _ in self._tensors().values():
+            for tensor, _ in self._tensors.values():
                 self.keep(tensor)
             self._look_closer()
 
@@ -142,8 +142,7 @@ class Fence:
         for places in (self._at_start, self._at_read):
             places.remember_arrays()
         self._tensors_at_read = [
-            (tensor, tensor.requires_grad, tensor.detach())
-            for tensor, _ in self._tensors().values()
+            (tensor, tensor.requires_grad, tensor.detach()) for tensor, _ in self._tensors.values()
         ]
 
     def _because(self) -> str:
@@ -163,8 +162,7 @@ class Fence:
             PrivacyError: If it left something that may depend on an example.
         """
         # Without a value of the batch, no name of an attribute can be made of one.
-        changed = self._at_start.changed(keys=strict or bool(self.read))
-        changed = _without_copies(_without_renewed(changed))
+        changed = _cleared(self._at_start.changed(keys=strict or bool(self.read)))
         try:
             for held, now in changed:
                 for key, value in now.items():
@@ -177,7 +175,7 @@ class Fence:
                 _refuse("gives a tensor an attribute", "it may hold what an example says")
             if strict or self.read:
                 places = self._at_start if strict else self._at_read
-                since = changed if places is self._at_start else _without_renewed(places.changed())
+                since = changed if places is self._at_start else _cleared(places.changed())
                 self._refuse_changes(places, since, strict=strict)
             if path := self._at_start.gone_on():
                 # There is no way to set it back for the next pass.
@@ -221,9 +219,7 @@ class Fence:
 
     def _agree(self, changed: list[tuple[Any, dict[Any, Any]]]) -> None:
         """Numbers that differ between passes tell examples apart."""
-        if self._first is None:
-            return
-        first = {id(place): held for place, held in self._first}
+        first = {id(place): held for place, held in self._first or ()}
         for place, now in changed:
             other = first.get(id(place), {})
             for key, value in now.items():
@@ -251,10 +247,7 @@ class Fence:
             if not _equal_states(state_of(generator), state):
                 self._drawn.add(number)
                 set_state(generator, state)
-        with torch.no_grad():
-            for tensor, content in self._kept.values():
-                if not _equal(tensor.detach(), content):
-                    tensor.detach().copy_(content)
+        _write(self._kept.values())
 
     def finish(self) -> None:
         """Leave what one pass left: a counter that went on, a normalised weight.
@@ -266,25 +259,18 @@ class Fence:
             put(place, held)
         for number in self._drawn:
             _go_on(self._random[number][0])
-        with torch.no_grad():
-            for tensor, content in self._written:
-                if not _equal(tensor.detach(), content):
-                    tensor.detach().copy_(content)
+        _write(self._written)
 
 
-def _without_copies(changed: _Changed) -> _Changed:
-    """What is kept is not the copies for each example of a constant, if nothing wrote to them."""
-    for _, now in changed:
-        for key, value in now.items():
-            one = getattr(value, "_opake_same_for_all", None) if isinstance(value, Tensor) else None
-            if one is not None and _functorch.unwrapped(value)._version == 0:
-                now[key] = one
-    return changed
-
-
-def _without_renewed(changed: _Changed) -> _Changed:
+def _cleared(changed: _Changed) -> _Changed:
+    """Without what is renewed, and with a constant in place of its copies for each example."""
     for held, now in changed:
         now.update({key: held.before[key] for key in _RENEWED & now.keys() & held.before.keys()})
+        for key, value in now.items():
+            one = getattr(value, "_opake_same_for_all", None) if isinstance(value, Tensor) else None
+            # Those that the loss wrote to are not kept so.
+            if one is not None and _functorch.unwrapped(value)._version == 0:
+                now[key] = one
     return changed
 
 
@@ -344,6 +330,13 @@ def memory_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except (RuntimeError, NotImplementedError):  # tensors without memory of their own
         return 0
+
+
+def _write(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors a content, those that have another."""
+    for tensor, content in contents:
+        if not _equal(tensor.detach(), content):
+            tensor.detach().copy_(content)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -174,7 +174,6 @@ def per_example_grad_fn(
         groups = (0,) * len(leaves)
         if rule.groups is not None:
             groups = group_numbers(rule.groups, layout.treespec)
-        squared = partial(_factors, rule, bounds, math.sqrt(scale))
         request = Request(
             loss_of,
             leaves,
@@ -185,8 +184,8 @@ def per_example_grad_fn(
             least_bound=min(bounds, default=1.0),
             groups=groups,
             factors_of=partial(_factors, rule, bounds, scale),
-            # (factor / sqrt(B) * g)^2 = (factor * g)^2 / B
-            square_factors_of=squared if form == "per_example" else None,
+            # (sqrt(B) * factor / B * g)^2 = (factor * g)^2 / B
+            square_scale=math.sqrt(scale) if form == "per_example" else None,
             has_aux=has_aux,
         )
         try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -150,22 +151,14 @@ def in_float32(value: Tensor) -> Tensor:
 
 def place_of(func: Any) -> str:
     """A function, and the line of the user's code that called it."""
-    frame: Any = cast("Any", sys)._getframe(1)
-    while frame is not None:
-        if _is_users(frame):
-            return f"{name_of(func)} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back
-    return name_of(func)
+    line = next(_lines(traceback.walk_stack(cast("Any", sys)._getframe(1))), None)
+    return name_of(func) if line is None else f"{name_of(func)} ({line})"
 
 
 def line_of(error: BaseException) -> str:
     """The last line of the user's code that an exception came through; "" if there is none."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        if _is_users(trace.tb_frame):
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    *_, last = "", *_lines(traceback.walk_tb(error.__traceback__))
+    return last
 
 
 def definition_of(func: Any) -> str:
@@ -178,9 +171,12 @@ def definition_of(func: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _is_users(frame: Any) -> bool:
-    root = frame.f_globals.get("__name__", "").partition(".")[0]
-    return root not in ("torch", "opake_lightning", "optree", "contextlib")
+def _lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    """Those of the user's code."""
+    for frame, line in frames:
+        root = frame.f_globals.get("__name__", "").partition(".")[0]
+        if root not in ("torch", "opake_lightning", "optree", "contextlib"):
+            yield f"{frame.f_code.co_filename}:{line}"
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ from opake_lightning import _check
 from opake_lightning.errors import PrivacyError
 from opake_lightning.types import PerGroup
 
-__all__ = ["group_numbers", "per_group", "per_layer"]
+__all__ = ["group_numbers", "names_of", "per_group", "per_layer"]
 
 
 def per_group(
@@ -93,7 +93,7 @@ def per_layer(
     if isinstance(params, nn.Module):
         params = {name: p for name, p in params.named_parameters() if p.requires_grad}
     layers: dict[str, list[str]] = {}
-    for name in _names(optree.tree_structure(params)):
+    for name in names_of(optree.tree_structure(params)):
         layers.setdefault(name if by == "parameter" else name.rpartition(".")[0], []).append(name)
     bound = total / math.sqrt(max(len(layers), 1))
     return PerGroup(tuple((tuple(names), bound) for names in layers.values()))
@@ -106,7 +106,7 @@ def group_numbers(groups: PerGroup, treespec: optree.PyTreeSpec) -> tuple[int, .
     Raises:
         PrivacyError: If a leaf is in no group or two, or a pattern matches nothing.
     """
-    names = _names(treespec)
+    names = names_of(treespec)
     patterns = [(p, number) for number, (group, _) in enumerate(groups.groups) for p in group]
     found = [[(p, number) for p, number in patterns if _matches(p, name)] for name in names]
     for name, matches in zip(names, found, strict=True):
@@ -137,7 +137,8 @@ def group_numbers(groups: PerGroup, treespec: optree.PyTreeSpec) -> tuple[int, .
     return tuple(matches[0][1] if matches else len(groups.groups) for matches in found)
 
 
-def _names(treespec: optree.PyTreeSpec) -> list[str]:
+def names_of(treespec: optree.PyTreeSpec) -> list[str]:
+    """What the leaves are called, in patterns and in messages."""
     paths = optree.treespec_paths(treespec)
     return [".".join(map(str, path)) or "the tensor" for path in paths]
 

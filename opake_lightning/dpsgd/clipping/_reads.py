@@ -28,29 +28,21 @@ def _read(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     place = place_of(func)
     tape.fence.reads(place)
     with outside(), torch.no_grad():
-        values = flat = inner.detach()
-        if values[0].numel() == 1:
-            answer = _ANSWERS.get(func, _itself)
-            keys = [_key(answer(value)) for value in values.reshape(tape.size).tolist()]
+        values = inner.detach()
+        if (answer := _ANSWERS.get(func)) and values[0].numel() == 1:
+            # As it is written NaN is one value, and 0.0 another than -0.0.
+            keys = [repr(answer(value)) for value in values.reshape(tape.size).tolist()]
         else:
-            # Bit for bit, but for NaN, which is one value whatever its bits.
+            flat = values.reshape(tape.size, -1).cpu()
             if flat.is_floating_point():
-                flat = torch.where(flat.isnan(), flat.new_tensor(math.nan), flat)
-            flat = flat.float() if flat.dtype == torch.bfloat16 else flat  # NumPy has no bfloat16
-            keys = [row.tobytes() for row in flat.reshape(tape.size, -1).cpu().numpy()]
+                # NumPy has no bfloat16; bit for bit NaN would be many values.
+                flat = flat.double()
+                flat = torch.where(flat.isnan(), math.nan, flat)
+            keys = [row.tobytes() for row in flat.numpy()]
         if any(key != keys[0] for key in keys):
             raise Split(keys, place)
         # A copy, as an array may share the memory of the rows.
         return func(values[0].clone(), *args[1:], **kwargs)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _key(value: Any) -> Any:
-    # NaN is one value, and 0.0 another than -0.0.
-    return value.hex() if isinstance(value, float) else repr(value)
 
 
 def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,18 +63,17 @@ def _compared(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _seen(tape: Tape, value: Any) -> Tensor | None:
     """The tensor behind ``value``, examples first; None if it is the same for all of them."""
-    if not isinstance(value, Tensor) or not _functorch.has_private_names():
-        return None
-    return _functorch.physical_of(value, tape.level)
+    seen = isinstance(value, Tensor) and tape.level
+    return _functorch.physical_of(value, tape.level) if seen else None
 
 
 _contains: Any = cast("Any", Tensor).__contains__
 _ANSWERS: dict[Any, Callable[[Any], Any]] = {
     Tensor.__bool__: bool, Tensor.is_nonzero: bool, torch.is_nonzero: bool, Tensor.__int__: int,
-    Tensor.__index__: int, Tensor.__float__: float,
+    Tensor.__index__: int, Tensor.__float__: float, Tensor.__complex__: complex,
 }  # fmt: skip
 _READS = (
-    *_ANSWERS, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__complex__,
+    *_ANSWERS, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
     Tensor.__repr__, Tensor.__format__,  # which would show all rows
 )  # fmt: skip
 _COMPARES = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, _contains)
@@ -91,7 +82,7 @@ CHECKS.update(dict.fromkeys(_READS, _read) | dict.fromkeys(_COMPARES, _compared)
 
 def _indexed(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indexing by what vmap cannot: a slice that ends at a tensor, or a mask that is written to."""
-    if not _functorch.has_private_names() or not tape.level:
+    if not tape.level:
         return NotImplemented
     target, index, *value = args
     parts = index if isinstance(index, tuple) else (index,)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opake_lightning import _functorch
-from opake_lightning.dpsgd.clipping._entries import BODIES, CHECKS, CHECKS_ALONE, NoRule, rule_for
+from opake_lightning.dpsgd.clipping._entries import BODIES, NoRule, check_of, rule_for
 from opake_lightning.dpsgd.clipping._gradients import Gradients
 from opake_lightning.dpsgd.clipping._tape import Tape
 
@@ -135,6 +135,7 @@ def _stacked(
     return x, h, c
 
 
+@rule_for(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, row_wise=True)
 def _recurrent(tape: Tape, func: Any, input: Tensor, *args: Any) -> Any:
     """The four functions behind ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, packed or not."""
     kind = func.__name__
@@ -160,10 +161,6 @@ def _recurrent(tape: Tape, func: Any, input: Tensor, *args: Any) -> Any:
     return (out, h, c) if kind == "lstm" else (out, h)
 
 
-for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-    rule_for(_function, row_wise=True)(_recurrent)
-
-
 # -- single cells ----------------------------------------------------------------------------------
 
 
@@ -182,7 +179,10 @@ for _function in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rn
 
 # -- packing: nothing is packed, but it is known how long each sequence is -------------------------
 
+_packing: Any = torch
 
+
+@check_of(_packing._pack_padded_sequence)
 def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The whole sequence of an example, of which ``lengths`` steps count."""
     input, lengths, batch_first = args
@@ -199,6 +199,7 @@ def _pack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return rows, ones
 
 
+@check_of(_packing._pad_packed_sequence)
 def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sequence with padding behind its end, as long as the batch's, or as was asked for.
 
@@ -217,9 +218,3 @@ def _unpack(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         width = [0, 0] * (rows.dim() - 1) + [0, total - len(rows)]
         rows = functional.pad(rows, width, value=padding)
     return rows.unsqueeze(0 if batch_first else 1), wrapped.unsqueeze(0)
-
-
-_packing: Any = torch
-for _checks in (CHECKS, CHECKS_ALONE):
-    _checks[_packing._pack_padded_sequence] = _pack
-    _checks[_packing._pad_packed_sequence] = _unpack
