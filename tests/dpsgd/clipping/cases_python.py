@@ -304,6 +304,14 @@ CASES |= {
         -0.0,
         passes=2,
     ),
+    "zero-and-minus-zero-by-float": _read(
+        lambda p, x, n: F.linear(x, p["w"]) * (2 + math.copysign(1.0, float(n))),
+        0.0,
+        -0.0,
+        0.0,
+        -0.0,
+        passes=2,
+    ),
     "true-and-one": _read(
         lambda p, x, n: _double(p, x, yes=bool(n == 1)), 1.0, 0.0, 1.0, 0.0, passes=2
     ),
