@@ -57,5 +57,4 @@ class Alike:
             a = in_float64(one.a) * factors.reshape(-1, 1, 1)
             a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, in_float64(one.b)))
             sums = torch.bmm(a.mT, b)
-        shape = self.members[0].shape
-        _foreach_add_(list(outs), [each.view(shape) for each in sums.unbind()])
+        _foreach_add_(list(outs), sums.view(n, *self.members[0].shape).unbind())

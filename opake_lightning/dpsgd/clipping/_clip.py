@@ -41,6 +41,9 @@ _PARTS = 8
 # Norms whose squares float32 may lose, if the bound is as small.
 _SMALL_NORM = 1e-9
 
+# Elements of sums that take longer to be filled with zeros than to be asked whether they are.
+_LARGE = 1 << 20
+
 # Numbers of no row.
 _AFTER, _OF_MICROBATCH = 1 << 62, 1 << 61
 
@@ -103,8 +106,11 @@ class _Batch:
         self._engine, self._request, self._fence, self.caution = engine, request, fence, caution
         self.random = _Random(request.device)
         layout = in_float64(request.layout)
-        self._sums = layout.views(layout.empty())
-        self._empty = set(range(len(request.params)))  # sums that nothing was added to yet
+        # Small sums are filled with zeros: it takes less than to write the first of each.
+        large = sum(p.numel() for p in request.params) > _LARGE
+        self._sums = layout.views(layout.empty() if large else layout.zeros())
+        # Sums that hold nothing, not even zeros.
+        self._empty = set(range(len(request.params))) if large else set[int]()
         squared = request.square_scale is not None
         self._square_sums = layout.views(layout.zeros()) if squared else None
         # Of each pass: which examples, and what was found of them.

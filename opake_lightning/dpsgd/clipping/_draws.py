@@ -34,9 +34,12 @@ def drawn_as_before(tape: Any, func: Any, args: tuple[Any, ...], kwargs: dict[st
             return value
         return _room(inner, whole).index_copy_(0, rows.to(inner.device), inner)
 
-    inplace = args[3:] or kwargs.get("inplace")
-    if func in (functional.dropout, torch.dropout) and not inplace:
-        return _dropped(tape, func, *args, **kwargs)
+    if func is functional.dropout and len(args) == 1:  # as it comes, with all else by name
+        given = {"p": 0.5, "training": True, "inplace": False, **kwargs}
+        if not given["p"] or not given["training"]:
+            return func(*args, **kwargs)  # which draws nothing
+        if not given["inplace"]:
+            return _dropped(tape, args[0], given["p"])
     with outside():
         leaves, treespec = optree.tree_flatten(cast("Any", (args, kwargs)), none_is_leaf=True)
         spreads = [spread(leaf) for leaf in leaves]
@@ -66,13 +69,12 @@ def _room(inner: Tensor, whole: int) -> Tensor:
     return inner.new_zeros([shape[d] for d in order]).permute(back)
 
 
-def _dropped(tape: Any, func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
+def _dropped(tape: Any, input: Tensor, p: float) -> Tensor:
     """Dropout as a product with what it makes of ones, so that only these are as many as all."""
-    assert tape.draws is not None
     with outside():
         inner = _functorch.physical_of(input, tape.level)
         like = input if inner is None else inner[0]
         ones = torch.ones((), dtype=like.dtype, device=like.device)
-        kept = func(ones.expand(tape.draws.whole, *like.shape), *args, **options)
+        kept = functional.dropout(ones.expand(tape.draws.whole, *like.shape), p)
         kept = tape.wrapped(kept[tape.draws.rows.to(kept.device)])
     return input * kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,7 @@ class Draws:
         return [Draws(self.whole, torch.tensor(mine)) for mine in rows.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """A parameter: a leaf, or a tensor computed of leaves and constants.
 
     Attributes:
@@ -152,8 +151,7 @@ class Computed:
     isometric: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One operation with parameters in it.
 
     Attributes:

@@ -119,7 +119,7 @@ class Tape(TorchFunctionMode):
         self.failure = self.stale = self.hidden = ""
         self.refusal: PrivacyError | None = None
         self.level = 0
-        self._data: set[int] = set()
+        self._data: dict[int, Tensor] = {}
         self._used: set[int] = set()
         self.known: dict[int, Computed] = {
             id(leaf): Computed(leaf, frozenset((number,)), isometric=True)
@@ -284,15 +284,13 @@ class Tape(TorchFunctionMode):
 
     def by_rule(self, rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What ``rule`` makes of the tensors behind ``args``, outside of vmap."""
-        data: set[int] = set()
-        kept: list[Tensor] = []
+        data: dict[int, Tensor] = {}  # kept, so that nothing else gets their ids
 
         def physical(value: Tensor) -> Tensor:
             inner = _functorch.physical_of(value, self.level)
             if inner is None:
                 return value
-            data.add(id(inner))
-            kept.append(inner)
+            data[id(inner)] = inner
             return inner
 
         # What is computed here is seen by no level, so it must write to nothing.
