@@ -24,17 +24,17 @@ _SETTINGS = {"inplace", "approximate", "rounding_mode"}
     Tensor.sigmoid, row_wise=True,
 )  # fmt: skip
 def _elementwise(tape: Tape, func: Any, *operands: Any, **options: Any) -> Tensor:
-    """Of rows with numbers, or with rows of the same shape and type: no other element comes in."""
+    """Of rows with numbers, or with rows of the same shape: no other element comes in."""
     if not options.keys() <= _SETTINGS or options.get("inplace"):
         raise NoRule
     if not operands or not isinstance(first := operands[0], Tensor):
         raise NoRule
-    shape, kind = first.shape, first.dtype
+    shape = first.shape
     for value in operands:
         if isinstance(value, Tensor):
             # Of other shapes the rows of one could be taken for the columns of another.
-            if not tape.is_data(value) or value.shape != shape or value.dtype != kind:
+            if not tape.is_data(value) or value.shape != shape:
                 raise NoRule
-        elif type(value) not in (int, float):
+        elif not isinstance(value, (int, float)):
             raise NoRule
     return func(*operands, **options)
