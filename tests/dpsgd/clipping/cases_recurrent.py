@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.dpsgd.clipping.case import B, Case, Spec, of_module, reduced, registry
+from tests.dpsgd.clipping.case import ALONE, B, Case, Spec, of_module, reduced, registry
 
 CASES: dict[str, Spec] = {}
 case = registry(CASES)
@@ -278,6 +278,33 @@ def packed_then_pooled(dtype):
     net = Net(nn.GRU(I, H, batch_first=True), ordered=False, total=None, last=True)
     del net.enter
     return of_module(net, torch.randn(B, T, I), LENGTHS, dtype=dtype)
+
+
+@case(mixes=True, **KNOWN)
+def packed_data_by_itself(dtype):
+    class Net(_Packed):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            # Of a row alone there are no steps behind its end.
+            return self.leave(self.layer(packed)[0].data.square().flatten(0, -2).sum(0))[None]
+
+    net = Net(nn.LSTM(I, H, batch_first=True), ordered=False, total=None, last=False)
+    del net.enter
+    return of_module(net, torch.randn(B, T, I), LENGTHS, dtype=dtype)
+
+
+@case(mixes=True, **ALONE)
+def recurrent_with_a_bias_of_the_example(dtype):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(I, H, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = {"bias_ih_l0": self.layer.bias_ih_l0 * x.mean().sigmoid()}
+            return torch.func.functional_call(self.layer, given, (x,))[0]
+
+    return of_module(Net(), torch.randn(B, T, I), dtype=dtype)
 
 
 # -- cells ----------------------------------------------------------------------------------------
