@@ -164,7 +164,7 @@ def test_rows_that_meet_in_a_batch(parts, outlier, bound, microbatch, seed):
 
 @pytest.mark.slow
 @one_at_a_time
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(parts_of_a_loss, outliers, bounds, microbatches, st.integers(0, 99))
 def test_rows_that_meet_in_a_batch_at_length(parts, outlier, bound, microbatch, seed):
     check_mixing(parts, outlier, bound, microbatch, seed)
@@ -501,14 +501,15 @@ def aligned(n: int, features: int, bound: float) -> float:
 
 
 # Clipped by half, and not quite clipped.
-@pytest.mark.parametrize("bound", [0.5, 1.01])
 @pytest.mark.parametrize(
-    ("n", "features"),
+    ("n", "features", "bound"),
     [
-        (1000, 100),
-        (20_000, 20),
-        pytest.param(150_000, 100, marks=pytest.mark.slow),
-        pytest.param(1_000_000, 2, marks=pytest.mark.slow),
+        (1000, 100, 0.5),
+        (1000, 100, 1.01),
+        (20_000, 20, 0.5),
+        (20_000, 20, 1.01),
+        pytest.param(150_000, 100, 1.01, marks=pytest.mark.slow),
+        pytest.param(1_000_000, 2, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_the_last_of_many_equal_rows_moves_the_sum_by_the_bound(n, features, bound):

@@ -77,7 +77,7 @@ def test_what_is_kept_from_the_second_epoch_on_is_refused_then(tmp_path, keeping
 
 @pytest.mark.slow
 @one_at_a_time
-@settings(same_folder, max_examples=150)
+@settings(same_folder, max_examples=80)
 @given(
     parts=st.fixed_dictionaries(
         {
