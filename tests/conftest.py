@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -59,13 +60,17 @@ _GLOBALS: dict[str, tuple[Callable[[], object], Callable[[object], object]]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with a reason, what this machine cannot run; trace no whole runs of Lightning.
+    """Skip, with a reason, what this machine cannot run, and trace what coverage is asked of.
 
-    They are not what the core's coverage is asked of, and tracing takes time.
+    That is not whole runs of Lightning; and of a test with many cases every fourth says enough:
+    tracing takes as long as the tests do.
     """
+    cases = Counter[str]()
     for item in items:
-        if "trainer" in item.path.parts:
-            item.add_marker(pytest.mark.no_cover)
+        if item.get_closest_marker("slow") is None:
+            cases[name := item.nodeid.partition("[")[0]] += 1
+            if "trainer" in item.path.parts or (cases[name] > 16 and cases[name] % 4):
+                item.add_marker(pytest.mark.no_cover)
     lacking = {}
     if not torch.cuda.is_available():
         lacking["gpu"] = pytest.mark.skip(reason="torch sees no CUDA device")
