@@ -13,8 +13,8 @@ from opake_lightning.dpsgd.clipping._gradients import (
     Gradients,
     Outer,
     Places,
+    as_float64,
     by_example,
-    in_float64,
 )
 
 __all__ = ["Alike"]
@@ -52,9 +52,9 @@ class Alike:
         """Add each member's sum, weighted by its row of ``factors``, to its tensor of ``outs``."""
         n, one = len(self.members), self._all
         if isinstance(one, Dense):
-            sums = torch.bmm(factors[:, None], in_float64(one.values).view(n, factors.shape[1], -1))
+            sums = torch.bmm(factors[:, None], as_float64(one.values).view(n, factors.shape[1], -1))
         else:
-            a = in_float64(one.a) * factors.reshape(-1, 1, 1)
-            a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, in_float64(one.b)))
+            a = as_float64(one.a) * factors.reshape(-1, 1, 1)
+            a, b = (x.reshape(n, -1, x.shape[-1]) for x in (a, as_float64(one.b)))
             sums = torch.bmm(a.mT, b)
         _foreach_add_(list(outs), sums.view(n, *self.members[0].shape).unbind())

@@ -34,8 +34,8 @@ __all__ = [
     "Pulled",
     "Rows",
     "Sum",
+    "as_float64",
     "by_example",
-    "in_float64",
     "squared_norms",
     "total",
 ]
@@ -198,13 +198,13 @@ class Outer(Gradients):
         """Squared norms, by whichever way takes less."""
         if self._length == 1:
             # In float64: one of them may be too small, or too large, for a float32 square.
-            self.a, self.b = in_float64(self.a), in_float64(self.b)  # which the sum needs as well
+            self.a, self.b = as_float64(self.a), as_float64(self.b)  # which the sum needs as well
             return squared_norms(self.a) * squared_norms(self.b)
         # In float64: what cancels over t would leave too few digits of a float32 product.
         if self._prefers_gram():
-            a, b = in_float64(self.a), in_float64(self.b)
+            a, b = as_float64(self.a), as_float64(self.b)
             return (torch.bmm(a, a.mT) * torch.bmm(b, b.mT)).sum((1, 2)).clamp_(min=0)
-        pairs = ((in_float64(self.a[rows]), in_float64(self.b[rows])) for rows in self.chunks())
+        pairs = ((as_float64(self.a[rows]), as_float64(self.b[rows])) for rows in self.chunks())
         return torch.cat([squared_norms(torch.bmm(a.mT, b)) for a, b in pairs])
 
     def add_weighted(self, factors: Tensor, out: Tensor) -> None:
@@ -223,7 +223,7 @@ class Outer(Gradients):
             rows = slice(start, start + step)
             a, b, column = self.a[rows], self.b[rows], factors[rows, None, None]
             a, b = (a * column, b) if p <= q else (a, b * column)
-            a, b = in_float64(a), in_float64(b)
+            a, b = as_float64(a), as_float64(b)
             matrix.addmm_(a.reshape(-1, p).t(), b.reshape(-1, q), beta=1 if start else keep)
 
     def kind(self) -> Hashable:
@@ -484,7 +484,7 @@ def _add_weighted(values: Tensor, factors: Tensor, out: Tensor, *, keep: int = 1
     step = max(1, _CHUNK // len(rows))
     for start in range(0, rows.shape[1], step):
         columns = slice(start, start + step)
-        total[columns].addmv_(in_float64(rows[:, columns]).t(), factors, beta=keep)
+        total[columns].addmv_(as_float64(rows[:, columns]).t(), factors, beta=keep)
 
 
 def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
@@ -495,7 +495,7 @@ def by_example(values: Tensor, size: int, shape: torch.Size) -> Tensor:
     return values.reshape(size, places, *shape)
 
 
-def in_float64(values: Tensor) -> Tensor:
+def as_float64(values: Tensor) -> Tensor:
     """The same in float64, in memory that is used again: the pages of new memory cost more."""
     if values.dtype == torch.float64:
         return values
