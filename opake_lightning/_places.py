@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 ABSENT = object()
+_Cell = types.CellType
 _ATOMS = {
     int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size,
     torch.memory_format, types.BuiltinFunctionType, weakref.ref, range, slice,
@@ -128,12 +129,15 @@ class Places:
 
     def _sort(self) -> None:
         """Most holders are dictionaries, and many are empty: they are asked of in every step."""
-        self._empty = [h for h in self.held if type(h.place) is dict and not h.before]
+        self._empty = [h for h in self.held if type(h.place) in (dict, set) and not h.before]
         self._empty_places = [h.place for h in self._empty]
         self._filled = [
             (h, h.place, [*h.before], [*h.before.values()])
             for h in self.held
-            if h.before or type(h.place) is not dict
+            if (h.before or type(h.place) not in (dict, set)) and type(h.place) is not _Cell
+        ]
+        self._cells = [
+            (h, h.place, h.before.get("", ABSENT)) for h in self.held if type(h.place) is _Cell
         ]
 
     def changed(self, *, keys: bool = True) -> list[tuple[Held, dict[Any, Any]]]:
@@ -151,6 +155,7 @@ class Places:
         ]
         if any(self._empty_places):
             maybe += [held for held in self._empty if held.place]
+        maybe += [held for held, cell, value in self._cells if _in_cell(cell) is not value]
         return [(held, now) for held in maybe if (now := held.changed()) is not None]
 
     def tagged(self) -> bool:
@@ -220,7 +225,7 @@ class Places:
             if value.__dict__:
                 self._seen.add(id(value.__dict__))
                 self._hold(value.__dict__, path)
-        elif isinstance(value, (dict, list, set, deque, types.CellType)):
+        elif isinstance(value, (dict, list, set, deque, _Cell)):
             self._hold(value, path)
         elif isinstance(value, (tuple, frozenset)):
             for key, child in enumerate(cast("Iterable[Any]", value)):
@@ -364,15 +369,20 @@ def _contents(place: Any) -> dict[Any, Any]:
         return dict(items) if len(items) <= _LONG else _ends(items, len(items))
     if isinstance(place, set):
         return {id(value): value for value in cast("set[Any]", place)}
-    if isinstance(place, types.CellType):
-        try:
-            return {"": place.cell_contents}
-        except ValueError:  # empty
-            return {}
+    if isinstance(place, _Cell):
+        value = _in_cell(place)
+        return {} if value is ABSENT else {"": value}
     if isinstance(place, type):
         return dict(vars(place))
     names = [n for base in type(place).__mro__ for n in _slots(base)]
     return {name: getattr(place, name) for name in names if hasattr(place, name)}
+
+
+def _in_cell(cell: _Cell) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return ABSENT
 
 
 def _slots(base: type) -> Iterable[str]:
@@ -407,7 +417,7 @@ def put(place: Any, held: dict[Any, Any]) -> None:
     elif isinstance(place, set):
         place.clear()
         place.update(held.values())
-    elif isinstance(place, types.CellType):
+    elif isinstance(place, _Cell):
         if held:
             place.cell_contents = held[""]
     else:

@@ -38,6 +38,11 @@ _SPARE = 1 << 25
 # After how many loans and returns what was in use before counts e times less.
 _WHILE = 512
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+# As large a block as glibc's malloc learns from (mallopt(3), M_MMAP_THRESHOLD): once it was given
+# back, up to twice as much stays with the process, and what a step frees the next one need not ask
+# the system for, page by page. Nothing is ever written to it, so it has no pages itself.
+_ = torch.empty((32 << 20) - (1 << 12), dtype=torch.uint8)
+del _
 
 
 @final

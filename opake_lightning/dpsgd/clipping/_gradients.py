@@ -464,7 +464,7 @@ def squared_norms(values: Tensor) -> Tensor:
     rows = values.reshape(len(values), -1)
     n, length = rows.shape
     if rows.dtype == torch.float64 or not rows.numel():
-        return torch.linalg.vecdot(rows, rows).double() if length else rows.new_zeros(n).double()
+        return torch.linalg.vector_norm(rows.double(), dim=1).square_()
     whole = length - length % _BLOCK
     total = torch.zeros(n, dtype=torch.float64, device=rows.device)
     if whole:

@@ -66,5 +66,8 @@ def _pooling(tape: Tape, func: Any, input: Tensor, *args: Any, **options: Any) -
     greatest = func in (functional.max_pool2d, torch.max_pool2d)
     if greatest and images.device.type == "cpu" and images.shape[1] >= _VECTOR:
         # Channel beside channel its kernel compares whole vectors, and takes a third of the time.
+        # Not so what is before it: on two layouts at once it would take many times as long.
+        if images.requires_grad:
+            images.register_hook(Tensor.contiguous)
         images = images.contiguous(memory_format=torch.channels_last)
     return func(images, *args, **options).contiguous().unflatten(0, input.shape[:2])

@@ -21,8 +21,9 @@ _backward: Callable[..., tuple[Tensor, ...]] = cast("Any", torch.ops.aten).convo
 
 # Elements of formed gradients that are looked at together.
 _CHUNK = 1 << 20
-# Output positions up to which im2col and a matrix product take less than a grouped convolution.
-_FEW = 64
+# Up to so many output positions, or channels, im2col and a matrix product take less than a grouped
+# convolution.
+_FEW_PLACES, _FEW_CHANNELS = 64, 3
 
 
 @final
@@ -71,7 +72,7 @@ class _Convolution(Gradients):
             ends = zip(self._stride, places, strict=True)
             at = [slice(None, 1 + s * (n - 1), s) for s, n in ends]
             taken = self.input[(..., *at)].flatten(2)
-        elif places.numel() <= _FEW:
+        elif places.numel() <= _FEW_PLACES or self.input.shape[1] <= _FEW_CHANNELS:
             taken = self._patches()
         else:
             return self
