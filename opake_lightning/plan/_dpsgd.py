@@ -51,7 +51,7 @@ class DPSGD(PrivatePlan):
         engine: Gone, since one engine is exact for every loss; passing anything is an error.
         key: Key of the run. None draws 128 bits from the operating system; ``random.key(7)``
             reproduces a run, and protects nobody from someone who knows the 7.
-        on_changed_plan: What resuming a checkpoint of another plan does: ``"refuse"``, or
+        on_changed_plan: What resuming does where plan or inputs changed: ``"refuse"``, or
             ``"fork"``, which goes on with a new key, so that no noise is used for two gradients.
         key_in_checkpoint: False leaves all keys out of checkpoints, which then need ``key`` to be
             resumed, and do not tell what the noise was without it; they hold a digest of the key,

@@ -44,7 +44,7 @@ from opake_lightning.random import RngKey, fold_in, seeded
 from opake_lightning.trainer._hook_state import HookState, same, version_of
 from opake_lightning.trainer.data import PoissonLoader
 
-__all__ = ["Arrived", "arrived", "require_rows_apart", "require_unchanged"]
+__all__ = ["Arrived", "arrived", "read_rows", "require_rows_apart", "require_unchanged"]
 
 _LATE = "on_train_batch_start"
 _OWN = ("lightning", "opake_lightning")  # whose callbacks only look
@@ -201,10 +201,10 @@ class _Test:
     def read(self, indices: Any, trials: list[_Trial]) -> tuple[Any, list[Any]]:
         """The rows of the draw, and of each trial."""
         if not self.fetches_batches:
-            rows = _read(self.loader, [indices])[0]
+            rows = read_rows(self.loader, [indices])[0]
             return rows, [_replaced(rows, trial) for trial in trials]
         lists = [indices, indices, *(indices.replaced(trial) for trial in trials)]
-        rows, again, *replaced = _read(self.loader, lists)
+        rows, again, *replaced = read_rows(self.loader, lists)
         if _compare(self.apply(rows), self.apply(again), self.size).fault:
             # It has a generator of its own; what can be tested is what comes after it.
             if not self.apart(rows):
@@ -342,7 +342,7 @@ def _as_it_is(rows: Any) -> Any:
     return rows
 
 
-def _read(loader: PoissonLoader, wanted: list[Any]) -> list[Any]:
+def read_rows(loader: PoissonLoader, wanted: list[Any]) -> list[Any]:
     """The rows of each list of indices, read where the loader reads them.
 
     A dataset may open files when it is first read from. Were that in this process, the loader's

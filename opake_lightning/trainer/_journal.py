@@ -21,19 +21,18 @@ power may take the last seconds of it; a checkpoint is synced, and is never lost
 **What a resume makes of it.** It looks in the checkpoint's directory, in those of the trainer's
 checkpoint callbacks and in ``default_root_dir``, and takes the largest count.
 
-* *Same plan, same key.* Batches, noise and dropout are functions of the key and the step, so the
-  steps after the checkpoint are repeated: the same releases, which cost nothing the second time.
-  The ledger, ε included, is the larger of what was recorded and what was repeated, from the first
-  moment on; it grows when the run passes the last recorded step, and at the end equals that of the
-  run that was never interrupted.
+* *Same plan, same key*, and the same inputs (:mod:`opake_lightning.trainer._inputs`), ranks,
+  microbatches and precision. Batches, noise and dropout are functions of the key and the step, so
+  the steps after the checkpoint are repeated: the same releases, which cost nothing the second
+  time. The ledger, ε included, is the larger of what was recorded and what was repeated, from the
+  first moment on; it grows when the run passes the last recorded step, and at the end equals that
+  of the run that was never interrupted.
 * *Another plan* with ``on_changed_plan="fork"``: the run gets a new key, and all that is recorded
   counts in addition to what is to come. The fork goes on with the same record, so that steps of a
   fork that died before its first checkpoint are counted by the next one, too.
 * *Recorded steps that this run would not repeat*, as another plan, a fork, another fit of the same
-  module, or another learning rate made them: resuming is refused, unless the plan says
-  ``on_changed_plan="fork"``. Each line has a digest of who made the steps, and at which rates. What
-  else bears on a gradient (the loss, the contents of the dataset, the optimizer's other settings)
-  is not seen.
+  module, other ranks, or another learning rate made them: resuming is refused, unless the plan says
+  ``on_changed_plan="fork"``. Each line has a digest of who made the steps, and at which rates.
 * *A new fit from* ``load_from_checkpoint``, which has a new key: in addition as well, from the
   start of the fit. Until then the module tells what its own weights cost. Such a fit is a run of
   its own: two of them do not count each other.

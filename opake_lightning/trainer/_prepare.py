@@ -11,13 +11,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from opake_lightning.accounting import Ledger
-from opake_lightning.distributed import require_equal
+from opake_lightning.distributed import require_equal, world_size
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import NonPrivate, Plan, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
+from opake_lightning.trainer._inputs import inputs_of
 from opake_lightning.trainer._loss import ModuleLoss
-from opake_lightning.trainer._refusals import check_loader, check_module, check_trainer
+from opake_lightning.trainer._refusals import (
+    check_loader,
+    check_module,
+    check_reloading,
+    check_trainer,
+)
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
@@ -48,6 +54,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism = plan
     else:
         check_trainer(trainer)
+        check_reloading(trainer, plan)
         check_hooks(module)
         check_module(module)
         if trainer.train_dataloader is None:
@@ -77,8 +84,13 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     spent_steps = run.ledger.n_steps
     private = isinstance(mechanism, PrivateMechanism)
     loss_fn = ModuleLoss(module, lambda: run.at_first_step, whole=not private)
-    left, resuming = partial(_steps_left, trainer), trainer.ckpt_path
-    run.prepare(mechanism, transformation, params, loss_fn, key, left, resuming=bool(resuming))
+    inputs = None if loader is None else inputs_of(transformation, loader)
+    microbatch = getattr(plan, "microbatch_size", None)
+    run.prepare(
+        mechanism, transformation, params, loss_fn, key, partial(_steps_left, trainer),
+        resuming=bool(trainer.ckpt_path), inputs=inputs,
+        rounding=f"{world_size()} ranks, microbatches of {microbatch}, {trainer.precision}",
+    )  # fmt: skip
     if loader is not None:
         loader.follow(run.position, run.draw)
     require_equal(_common(run, mechanism, params))
@@ -170,5 +182,8 @@ def _common(
         "noise_multiplier": run.plan.get("noise_multiplier"),
         "the key (compared by digest)": fold_in(key, "compare").hex(),
         "the number of steps so far": step,
+        "the optimizer's settings": run.inputs and run.inputs.settings,
+        "the learning rates (compared by digest)": run.inputs and run.inputs.rates,
+        "the training data (some rows, compared by digest)": run.inputs and run.inputs.rows,
         "the trainable parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()],
     }

@@ -32,6 +32,8 @@ class Recorded:
         journal: The record of releases beside the checkpoints.
         directories: Where to look for the record of a checkpoint that is about to be resumed.
         words: What was folded into the plan's key, to come to the one that is used; public.
+        rounding: What the last digits of a step depend on: who makes it again comes to the same
+            release only with the same. Where steps are not made again, a run may go on otherwise.
         process: The one that the run goes on in. In all others it is a copy.
     """
 
@@ -40,6 +42,7 @@ class Recorded:
         self.journal = Journal()
         self.directories: list[Path] = []
         self.words: tuple[str, ...] = ()
+        self.rounding = ""
         self.process = os.getpid()
         # Whether the live key has been used, or saved to be used, and whether others may have come
         # to it as well.
@@ -56,6 +59,11 @@ class Recorded:
     def made(self) -> Ledger:
         """What the run's own steps have spent."""
         return self.own.ledger
+
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """Who makes the coming steps, for the digest of those that were made."""
+        return (*self.words, self.rounding)
 
     @property
     def forks(self) -> tuple[int, ...]:
@@ -127,7 +135,8 @@ def refuse_to_repeat(made: int, after: int) -> NoReturn:
     """Refuse a checkpoint whose run went on otherwise than this one would."""
     raise CheckpointError(
         f"after this checkpoint, of {made} steps, the run made {after} more, and not all with this "
-        "plan, key and learning rate: to make them again would use their noise for other "
-        'gradients. Resume from a later checkpoint, or set on_changed_plan="fork" to go on with a '
-        "new key"
+        "plan, key and learning rate, or not on as many ranks, with the same microbatch_size and "
+        "precision, which change last digits: to make them again would use their noise for other "
+        "gradients. Resume as they were made, or from a later checkpoint, or set on_changed_plan="
+        '"fork" to go on with a new key'
     )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from opake_lightning.errors import CheckpointError, PrivacyError
+from opake_lightning.plan import DPFTRL, DPSGD
 from opake_lightning.random import RngKey
 from opake_lightning.trainer._parameters import check_parameters
 from opake_lightning.trainer.data import PoissonLoader
@@ -35,6 +36,7 @@ __all__ = [
     "check_loadable",
     "check_loader",
     "check_module",
+    "check_reloading",
     "check_trainer",
     "is_refused",
 ]
@@ -104,6 +106,22 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     for complaint in _trainer_complaints(trainer):
         raise PrivacyError(complaint)
+
+
+def check_reloading(trainer: Any, plan: DPSGD | DPFTRL) -> None:
+    """Refuse data that may change from epoch to epoch where the plan counts on the same.
+
+    Raises:
+        PrivacyError: Naming the setting and what to do instead.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs
+    if every and plan.needs_horizon:
+        # A guarantee depends on it: rows are kept apart by their index.
+        raise PrivacyError(
+            f"reload_dataloaders_every_n_epochs={every}: {type(plan).__name__} accounts for how "
+            "many steps lie between two uses of a row, which it knows by its index, and a loader "
+            "that is made anew may give rows other indices; leave it out, or train with DPSGD"
+        )
 
 
 def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:

@@ -36,6 +36,7 @@ VERSION = 2
 _NEEDED = {
     *("ledger", "trail", "released", "forks", "journal", "begun", "plan", "fingerprint"),
     *("optimizer", "state", "words", "key_digest", "holds_keys", "training_weights"),
+    *("inputs", "weights"),
 }
 
 

@@ -23,6 +23,7 @@ from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
 from opake_lightning.trainer._correlated import TORN, Remembering, require_whole, whole
 from opake_lightning.trainer._diagnostics import Diagnostics
+from opake_lightning.trainer._inputs import Inputs, weights_digest
 from opake_lightning.trainer._journal import Journal, Spending, later
 from opake_lightning.trainer._keys import (
     derived,
@@ -72,12 +73,14 @@ class Run(Recorded):
     Attributes:
         state: Key, counters and optimizer state; None before the first fit.
         begun: How many steps had been spent when this fit began.
+        inputs: What the steps follow from beside plan and key; None in a run without privacy.
     """
 
     def __init__(self, plan: dict[str, Any] | None = None, *, lineage: str = "") -> None:
         super().__init__()
         self.state: StepState | None = None
         self.begun = 0
+        self.inputs: Inputs | None = None
         self.plan: dict[str, Any] = plan or {}
         self.mechanism: PrivateMechanism | NonPrivate | None = None
         self.params: dict[str, Tensor] = {}
@@ -105,15 +108,19 @@ class Run(Recorded):
         steps_left: Callable[[], int | None] = lambda: None,
         *,
         resuming: bool = False,
+        inputs: Inputs | None = None,
+        rounding: str = "",
     ) -> None:
         """Get ready for a fit: adopt what the last one left, or start with ``key``.
 
         ``steps_left`` tells how many steps there are still to come, for a run that forks;
-        ``resuming`` that a checkpoint is loaded next, which brings its own place in the streams.
+        ``resuming`` that a checkpoint is loaded next, which brings its own place in the streams;
+        ``rounding`` what the last digits of a step depend on.
 
         Streams go on where the ledger is, on a key of each fit's own; correlated noise begins anew.
         """
         seat(params)  # one after the other in memory, they are updated in one operation
+        self.inputs, self.rounding = inputs, rounding
         before, name = self.state, self._optimizer_name
         if before is None:
             self.journal, self.words = Journal(), first_words(mechanism, self._lineage)
@@ -205,7 +212,7 @@ class Run(Recorded):
             self.mechanism.check_step(self.made.n_steps)
         if self._unfinished:
             raise PrivacyError(f"{self._unfinished}; start another fit")
-        own = self.own.then(self.mechanism.event, self.words, self.learning_rate())
+        own = self.own.then(self.mechanism.event, self.made_by, self.learning_rate())
         # Unless it repeats what it knows to have been released, that is more than before.
         spending = later(self.spending, own)
         self._used = True
@@ -335,14 +342,19 @@ class Run(Recorded):
             "begun": self.begun,
             **record_of(self.state, self.words, keys=self._plan.key_in_checkpoint),
             "training_weights": self._training_weights(),
+            "inputs": self.inputs and self.inputs.saved(self.state.noise.key),
+            "weights": weights_digest(self._weights_to_train()),
         }
 
     def _training_weights(self) -> dict[str, Tensor] | None:
         """Copies of the weights to train on, if the checkpoint's own are the published ones."""
         if self.published() is None:
             return None
-        weights = self.params if self._parked is None else self._parked
+        weights = self._weights_to_train()
         return {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def _weights_to_train(self) -> dict[str, Tensor]:
+        return self.params if self._parked is None else self._parked
 
     def keep_weights(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Remember ``module``'s weights: Lightning loads a checkpoint's before its state."""
@@ -378,8 +390,11 @@ class Run(Recorded):
         assert self.mechanism is not None
         assert self.state is not None
         check_complete(saved)
-        forked, mechanism = self._compare(saved), self.mechanism
+        mechanism, differ = self.mechanism, self._changed_plan(saved)
+        forked = self._forks(differ)
         key = key_of(saved, self._plan, forked=forked)
+        if not forked:
+            forked = self._forks(self._changed_inputs(saved, key))
         values = with_keys(saved, self.state, key)
         clipping = mechanism.fingerprint().get("clipping_norm")
         if saved["fingerprint"].get("clipping_norm") != clipping:
@@ -434,15 +449,15 @@ class Run(Recorded):
             return True
         try:
             rates = (self.learning_rate(ahead, state) for ahead in range(after))
-            again = own.then(mechanism.event, words, *rates)
+            again = own.then(mechanism.event, (*words, self.rounding), *rates)
         except PrivacyError:  # more than the horizon has
             again = None
         if again != known and not self._may_fork():
             refuse_to_repeat(made, after)
         return again == known
 
-    def _compare(self, saved: dict[str, Any]) -> bool:
-        """Whether to fork; raises if the plans differ and the plan does not allow it."""
+    def _changed_plan(self, saved: dict[str, Any]) -> list[str]:
+        """What of the plan differs from a checkpoint's, in words."""
         assert self.mechanism is not None
         if saved["optimizer"] != self._optimizer_name:
             raise CheckpointError(
@@ -454,20 +469,36 @@ class Run(Recorded):
         if ours.get("key") is None:
             # No key asked for: the checkpoint's is as good as any.
             ours, theirs = {**ours, "key": None}, {**theirs, "key": None}
-        differ = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
-        if not differ:
-            return False
-        if self._may_fork():
-            return True
-        told = [
+        return [
             f"{'the digest of the key' if k == 'key' else k} "
             f"(checkpoint {theirs.get(k)!r}, now {ours.get(k)!r})"
-            for k in differ
+            for k in sorted(ours.keys() | theirs.keys())
+            if ours.get(k) != theirs.get(k)
         ]
+
+    def _changed_inputs(self, saved: dict[str, Any], key: RngKey) -> list[str]:
+        """What else the coming steps follow from, and differs, in words."""
+        if self.inputs is None or saved["inputs"] is None:
+            return []
+        differ = self.inputs.changed(saved["inputs"], key)
+        # Weights to train on that are not the published ones are in the record itself.
+        own = saved["training_weights"] is not None
+        if not own and weights_digest(self.params) != saved["weights"]:
+            differ.append(
+                "the weights (those in the file are not the ones that training had come to, as "
+                "where a callback saved an average in their place; give the trainer that callback)"
+            )
+        return differ
+
+    def _forks(self, differ: list[str]) -> bool:
+        """Whether to go on with a new key; raises if that is needed and the plan forbids it."""
+        if not differ or self._may_fork():
+            return bool(differ)
+        # Noise of one key and step for two gradients: their difference would have none.
         raise CheckpointError(
             "the checkpoint belongs to another plan, and going on would use its noise for other "
-            f"gradients; these differ: {', '.join(told)}. Resume with the same plan, data and "
-            'trainer limits, or set on_changed_plan="fork" to go on with a new key'
+            f"gradients; these differ: {', '.join(differ)}. Resume with the same plan, data, "
+            'optimizer and trainer limits, or set on_changed_plan="fork" to go on with a new key'
         )
 
     def _may_fork(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ SIGMA, BATCH_SIZE = 2.0, 2  # of 24 examples: on 4 ranks most shares are empty
 RESUMED = ((1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (1, 4))
 WAYS = (
     *("raise", "exit", "kill", "save", "on_exception", "in_shares", "interrupt"),
-    *("stale", "twice", "term", "detach"),
+    *("stale", "twice", "term", "detach", "data", "momentum"),
 )
 NOISES = 200  # by 200 parameters in the module whose update is noise alone
 
@@ -130,7 +131,7 @@ def fits(out: Path, world_size: int, rank: int) -> dict[str, Any]:
 def resumed(out: Path, before: int, world_size: int) -> dict[str, Any]:
     """The second half of a run whose first half was made by ``before`` ranks."""
     net, draws = Net(plan(noise_multiplier=1.0), lambda: adamw(0.05), seed=9), Draws()
-    checkpoint = next((out / f"noisy{before}").glob("*.ckpt"))
+    checkpoint = next((out / f"half of {before} to {world_size}").glob("*.ckpt"))
     trainer_for(out, world_size, callbacks=[draws]).fit(
         net, make_loader(batch_size=BATCH_SIZE), ckpt_path=checkpoint, weights_only=True
     )
@@ -203,6 +204,9 @@ def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, 
         callbacks = [ModelCheckpoint(out / way, every_n_train_steps=4), At(0, no_room)]
     if way == "stale":  # each rank finds another file under the same name
         checkpoint = next((out / "before").glob(f"*step={3 if rank == at else 4}.ckpt"))
+    data = Points(seed=1 if way == "data" and rank == at else 0)
+    if way == "momentum" and rank == at:
+        net = Net(optimizer=lambda: adamw(0.05, betas=(0.8, 0.999)))
     does = {
         "exit": lambda: os._exit(3),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -215,7 +219,7 @@ def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, 
     began = time.monotonic()
     try:
         trainer = trainer_for(out, world_size, callbacks=callbacks)
-        trainer.fit(net, make_loader(), ckpt_path=checkpoint)
+        trainer.fit(net, make_loader(data), ckpt_path=checkpoint)
         error: BaseException | None = None
     except BaseException as raised:  # noqa: BLE001 - also KeyboardInterrupt's SystemExit
         error = raised
@@ -255,7 +259,10 @@ def main(out: Path, what: str) -> None:
         for ranks in (1, 2, 3, 4):
             in_ranks(ranks, lambda rank, ranks=ranks: fits(out, ranks, rank), out, f"on{ranks}")
         for before, after in RESUMED:
-            name = f"from{before}to{after}"
+            name, half = f"from{before}to{after}", out / f"half of {before} to {after}"
+            # Apart from the record of its later steps, which other ranks may not make again.
+            half.mkdir()
+            shutil.copy(next((out / f"noisy{before}").glob("*.ckpt")), half)
             in_ranks(
                 after, lambda _, before=before, after=after: resumed(out, before, after), out, name
             )

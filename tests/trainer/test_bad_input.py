@@ -125,7 +125,7 @@ def test_a_run_without_a_single_finite_loss_is_noise_alone(make_plan, value, tmp
 
 
 class Odd(Points):
-    """Example 3 is what ``make`` says, while ``broken``."""
+    """Example 4, which no digest of the data sees, is what ``make`` says, while ``broken``."""
 
     def __init__(self, make):
         super().__init__()
@@ -133,7 +133,7 @@ class Odd(Points):
 
     def __getitem__(self, index):
         example = super().__getitem__(index)
-        return self.make(*example) if index == 3 and self.broken else example
+        return self.make(*example) if index == 4 and self.broken else example
 
 
 def raises(error):

@@ -662,7 +662,7 @@ def test_a_rank_tests_the_rows_that_it_drew(workers):
     loader = PoissonLoader(Points(), 6, key=key(7), rank=1, world_size=2, num_workers=workers)
     for step, (_, _, index) in enumerate(loader):
         assert loader.indices(key(7), step) == index.tolist()
-        rows = _before_loss._read(loader, [loader.indices(key(7), step)])[0]
+        rows = _before_loss.read_rows(loader, [loader.indices(key(7), step)])[0]
         assert [int(row[2]) for row in rows] == index.tolist()
 
 

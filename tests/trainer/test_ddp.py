@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
 from tests.trainer.helpers import CLIPPING, Net, make_loader, make_trainer, plan
 from tests.trainer.two_ranks import BATCH_SIZE, SIGMA, fits, learned
@@ -104,10 +106,17 @@ def test_checkpoint_of_two_ranks_loads_on_one_device(alone, ranks, folder, tmp_p
 
 
 @pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 def test_one_process_goes_on_where_two_stopped(alone, ranks, folder, tmp_path):
+    """And makes no step again, whose last digits depend on how many there are."""
     net = Net(plan(target_epsilon=3.0), lambda: adamw(0.05))
-    trainer = make_trainer(tmp_path, callbacks=[ModelCheckpoint(folder)], max_epochs=2)
-    trainer.fit(net, make_loader(), ckpt_path=folder / "epoch=0-step=4.ckpt", weights_only=True)
+    with pytest.raises(CheckpointError, match=r"made 4 more.*not on as many ranks"):
+        make_trainer(tmp_path, callbacks=[ModelCheckpoint(folder)], max_epochs=2).fit(
+            net, make_loader(), ckpt_path=folder / "epoch=0-step=4.ckpt", weights_only=True
+        )
+    last = shutil.copy(folder / "epoch=0-step=4.ckpt", tmp_path)
+    net = Net(plan(target_epsilon=3.0), lambda: adamw(0.05))
+    make_trainer(tmp_path, max_epochs=2).fit(net, make_loader(), ckpt_path=last, weights_only=True)
     assert net.privacy_spent().n_steps == 8
     torch.testing.assert_close(learned(net), alone["saved"], rtol=0, atol=1e-6)
 

@@ -9,6 +9,7 @@ import pytest
 
 from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
+from opake_lightning.trainer import _inputs
 from tests.trainer.helpers import Net, plan, run_fit, saver
 from tests.trainer.test_journal import record_of
 
@@ -21,8 +22,12 @@ def steps(n: int) -> dict[str, Any]:
     return {"max_steps": n, "max_epochs": -1}
 
 
-def test_all_rates_since_the_checkpoint_must_be_the_same(tmp_path):
-    """The last one is not enough: the gradients that lead to it follow from those before."""
+def test_all_rates_since_the_checkpoint_must_be_the_same(tmp_path, monkeypatch):
+    """The last one is not enough: the gradients that lead to it follow from those before.
+
+    As where schedules differ between the steps whose rates are compared with every checkpoint.
+    """
+    monkeypatch.setattr(_inputs, "_RATES", [])
 
     def slower() -> Net:
         return Net(optimizer=lambda: adamw(0.01))

@@ -273,6 +273,16 @@ def test_ranks_go_on_from_one_checkpoint(failed):
         assert result["steps"] == 0
 
 
+@pytest.mark.parametrize(
+    ("way", "what"), [("data1", "the training data"), ("momentum1", "the optimizer's settings")]
+)
+def test_ranks_begin_with_the_same_rows_and_the_same_optimizer(failed, way, what):
+    """Where each makes a split of its own, one example counts twice in a step."""
+    for result in failed[way].values():
+        assert result["error"].startswith(f"PrivacyError: ranks disagree on {what}")
+        assert result["steps"] == 0
+
+
 def test_a_group_that_does_not_share_its_draws(failed):
     for message in failed["unshared"].values():
         assert "draws for 1 processes, but the gradients of 2 would be summed" in message

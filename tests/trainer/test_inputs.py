@@ -1,0 +1,279 @@
+"""A run goes on with what its steps followed from, or with a new key."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torchopt
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from opake_lightning import CheckpointError, PrivacyError
+from opake_lightning.optimizers import adamw, schedule_free, sgd
+from opake_lightning.random import key
+from opake_lightning.scheduling import cosine_schedule
+from opake_lightning.trainer import PoissonLoader
+from opake_lightning.trainer._inputs import Inputs, inputs_of, weights_digest
+from tests.trainer.cases_dpftrl import mf_plan
+from tests.trainer.helpers import (
+    Net,
+    Points,
+    assert_same,
+    make_loader,
+    make_trainer,
+    plan,
+    run_fit,
+    saver,
+    snapshot,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+
+
+class Edited(Points):
+    """One row, one that is compared, is another."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, i = super().__getitem__(index)
+        return (x + 1 if index == 3 else x), y, i
+
+
+class Scaled(pl.Callback):
+    """Saves other weights than those that are trained."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {n: 0.9 * w for n, w in checkpoint["state_dict"].items()}
+
+
+def net(optimizer: Any = None, **changes: Any) -> Net:
+    return Net(plan(**changes), optimizer or (lambda: adamw(0.05)))
+
+
+def _later(step: int) -> float:
+    return 0.05 if step < 900 else 0.1
+
+
+# What another process resumes with, and what the refusal says.
+CHANGED = {
+    "the rate": ({"optimizer": lambda: adamw(0.01)}, {}, "the learning rates"),
+    "a later rate": (
+        {"optimizer": lambda: adamw(_later)},
+        {},
+        "the learning rates",
+    ),
+    "momentum": (
+        {"optimizer": lambda: adamw(0.05, betas=(0.8, 0.999))},
+        {},
+        r"the optimizer's first_moment.decay \(checkpoint 0.9, now 0.8\)",
+    ),
+    "weight decay": (
+        {"optimizer": lambda: adamw(0.05, weight_decay=0.5)},
+        {},
+        r"the optimizer's decay.weight_decay \(checkpoint 0.01, now 0.5\)",
+    ),
+    "a row": ({}, {"loader": Edited}, r"the rows of the training data \(8 of them"),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Any) -> Any:
+    """Of a run of 4 steps; nothing was released after it."""
+    run_fit(net(), tmp_path, saver(tmp_path, every=1), max_steps=4, max_epochs=-1)
+    return tmp_path / "step=4.ckpt"
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_input_is_refused_and_forks_if_asked_to(name, saved, tmp_path):
+    """Also where no later step is recorded: another process may go on from the same file."""
+    made, data, match = CHANGED[name]
+    settings: dict[str, Any] = {"max_steps": 6, "max_epochs": -1, "ckpt": saved}
+    if data:
+        settings["loader"] = make_loader(data["loader"]())
+    refused = net(**made)
+    with pytest.raises(CheckpointError, match=rf"these differ: {match}"):
+        run_fit(refused, tmp_path, **settings)
+    forked, straight = net(**made, on_changed_plan="fork"), net()
+    run_fit(forked, tmp_path, **settings)
+    assert forked.privacy_spent().n_steps == 6
+    assert forked._dp.forks == (4,)
+    run_fit(straight, tmp_path / "straight", max_steps=6, max_epochs=-1)
+    assert forked._dp.state.noise.key != straight._dp.state.noise.key
+
+
+def test_without_a_change_the_run_is_the_same(saved, tmp_path):
+    resumed, whole = net(), net()
+    end = run_fit(resumed, tmp_path, ckpt=saved)
+    assert_same(snapshot(resumed, end), snapshot(whole, run_fit(whole, tmp_path / "whole")))
+
+
+def test_a_longer_schedule_that_begins_alike_is_another_input(tmp_path):
+    """Its rates are those of all later steps, not only of those that this fit makes."""
+
+    def one(steps: int) -> Net:
+        return net(lambda: adamw(cosine_schedule(0.05, 0.0, steps)))
+
+    run_fit(one(8), tmp_path, saver(tmp_path))
+    with pytest.raises(CheckpointError, match="the learning rates"):
+        run_fit(one(9), tmp_path, ckpt=tmp_path / "step=6.ckpt")
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [Scaled, functools.partial(EMAWeightAveraging, decay=0.5)])
+def test_weights_that_training_had_not_come_to_get_no_noise_of_its_steps(average, tmp_path):
+    """The step's noise would be added to another gradient, and the difference would have none."""
+    run_fit(net(), tmp_path, saver(tmp_path, every=3), average())
+    with pytest.raises(CheckpointError, match=r"the weights .*give the trainer that callback"):
+        run_fit(net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    forked = net(on_changed_plan="fork")
+    run_fit(forked, tmp_path, ckpt=tmp_path / "step=3.ckpt")
+    assert forked.privacy_spent().n_steps == 8 + 5
+
+
+def test_averaged_weights_are_resumed_with_their_callback(tmp_path):
+    def fit(name: str, **more: Any) -> Any:
+        module = net()
+        average = EMAWeightAveraging(decay=0.5)
+        return snapshot(module, run_fit(module, tmp_path / name, average, **more))
+
+    whole = fit("whole")
+    run_fit(net(), tmp_path, saver(tmp_path), EMAWeightAveraging(decay=0.5))
+    assert_same(fit("resumed", ckpt=tmp_path / "step=3.ckpt"), whole)
+
+
+def test_published_weights_are_not_the_ones_that_are_compared(tmp_path):
+    def free() -> Net:
+        return net(lambda: schedule_free(sgd(0.05)))
+
+    run_fit(free(), tmp_path, saver(tmp_path))
+    resumed = free()
+    run_fit(resumed, tmp_path, ckpt=tmp_path / "step=6.ckpt")
+    assert resumed.privacy_spent().n_steps == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
+def test_every_bit_of_the_weights_counts(dtype):
+    weights = {
+        "a": torch.arange(10_000).to(dtype).view(100, 100),
+        "b": torch.zeros((), dtype=dtype),
+    }
+    found = {weights_digest(weights)}
+    for place in (0, 4095, 4096, 8192, 9999):
+        changed = weights["a"].clone()
+        changed.view(-1)[place] += 64
+        found.add(weights_digest({**weights, "a": changed}))
+    found.add(weights_digest({**weights, "b": weights["b"] + 1}))
+    found.add(weights_digest({**weights, "a": weights["a"].view(10, 1000)}))
+    found.add(weights_digest({"a": weights["b"], "b": weights["a"]}))
+    assert len(found) == 9
+    assert weights_digest({n: w.clone() for n, w in weights.items()}) in found
+    transposed = weights["a"].t().contiguous().t()
+    assert weights_digest({**weights, "a": transposed}) == weights_digest(weights)
+
+
+# -- what is seen, and what is not ----------------------------------------------------------------
+
+
+def loader(data: Any = None, **settings: Any) -> PoissonLoader:
+    return PoissonLoader(data or Points(), 6, **settings)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (sgd(0.1, momentum=0.9), sgd(0.1, momentum=0.8)),
+        (sgd(0.1, momentum=0.9), sgd(0.1, momentum=0.9, nesterov=True)),
+        (schedule_free(sgd(0.1)), schedule_free(sgd(0.1), beta=0.8)),
+        (schedule_free(sgd(0.1)), schedule_free(sgd(0.1), warmup_steps=5)),
+        (adamw(0.1), adamw(0.1, noise_bias_correction=True)),
+        (torchopt.adam(0.1), torchopt.adam(0.1, eps=1e-6)),
+        (torchopt.adam(0.1), torchopt.adam(0.2)),
+        (torchopt.sgd(0.1, momentum=0.9), torchopt.sgd(0.1, momentum=0.8)),
+    ],
+)
+def test_every_number_of_an_optimizer_is_compared(one, other):
+    live, data = key(7), loader()
+    saved = inputs_of(one, data).saved(live)
+    assert inputs_of(one, data).changed(saved, live) == []
+    assert inputs_of(other, data).changed(saved, live)
+
+
+class Rows(Points):
+    """Rows of one kind of value."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: (torch.full((2,), float(i)), i),
+        lambda i: {"x": np.full(3, i), "name": f"row {i}", "none": None},
+        lambda i: [torch.tensor(i, dtype=torch.bfloat16), b"abc", 1.5j, {"deep": (True, i)}],
+    ],
+    ids=["tensors", "a dict", "nested"],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_any_plain_kind_are_compared(make, workers):
+    same = [inputs_of(sgd(0.1), loader(Rows(make), num_workers=workers)).rows for _ in range(2)]
+    other = inputs_of(sgd(0.1), loader(Rows(lambda i: make(i + 1)), num_workers=workers)).rows
+    assert same[0] == same[1] != other
+    assert same[0]
+    assert other
+
+
+def test_the_order_of_values_is_a_part_of_a_row():
+    one = inputs_of(
+        sgd(0.1), loader(Rows(lambda i: (torch.tensor([i]), torch.tensor([2 * i]))))
+    ).rows
+    two = inputs_of(
+        sgd(0.1), loader(Rows(lambda i: (torch.tensor([2 * i]), torch.tensor([i]))))
+    ).rows
+    assert one != two
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_rows_are_compared_as_drawn_and_nobody_else_draws_otherwise(workers):
+    """Augmentation from the global generators is a function of the seed."""
+    state = torch.get_rng_state()
+    noisy = Rows(lambda i: torch.randn(2) + float(np.random.rand()))  # noqa: NPY002
+    found = [inputs_of(sgd(0.1), loader(noisy, num_workers=workers)).rows for _ in range(2)]
+    assert found[0] == found[1] != ""
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_that_differ_when_read_again_or_cannot_be_read_are_not_compared():
+    own = np.random.default_rng(0)
+    for make in (lambda i: own.normal(), lambda i: object(), lambda i: 1 // (i - 3)):
+        assert inputs_of(sgd(0.1), loader(Rows(make))).rows == ""
+    none, some = Inputs({}, "", ""), Inputs({}, "", "some")
+    for one, other in ((none, some), (some, none)):
+        assert one.changed(other.saved(key(7)), key(7)) == []
+
+
+def test_who_has_a_candidate_for_the_data_cannot_ask_a_checkpoint():
+    """Its digest is keyed: that the data are these is no private answer."""
+    inputs = inputs_of(sgd(0.1), loader())
+    assert inputs.saved(key(7))["rows"] != inputs.saved(key(8))["rows"] != inputs.rows
+
+
+# -- data that change under the plan --------------------------------------------------------------
+
+
+def test_correlated_noise_refuses_rows_that_move_between_epochs(tmp_path):
+    """Two uses of one row are to be some steps apart, and a row is known by its index."""
+    module = Net(mf_plan(), lambda: adamw(0.05))
+    trainer = make_trainer(tmp_path, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(PrivacyError, match=r"reload_dataloaders_every_n_epochs=1.*DPFTRL"):
+        trainer.fit(module, make_loader())
+    assert module.privacy_spent().n_steps == 0
