@@ -41,14 +41,14 @@ def derived(root: RngKey, words: Iterable[str]) -> RngKey:
     return reduce(fold_in, words, root)
 
 
-def first_words(mechanism: Any, lineage: str) -> tuple[str, ...]:
-    """The words of a run that begins.
+def first_words(mechanism: Any, lineage: str, *, shared: bool = False) -> tuple[str, ...]:
+    """The words of a run that begins; ``shared`` if others may begin with the same lineage.
 
     A key that is kept apart from checkpoints is kept for many runs, which may see different data,
     so each gets noise of its own. One that is not kept apart names a run, to be made again.
     """
     plan = getattr(mechanism, "plan", mechanism)
-    own = () if plan.key_in_checkpoint else (f"run {common_token()}",)
+    own = () if plan.key_in_checkpoint and not shared else (f"run {common_token()}",)
     return (lineage, *own) if lineage else own
 
 

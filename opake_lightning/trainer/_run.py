@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,8 @@ class Run(Recorded):
         self.inputs, self.rounding = inputs, rounding
         before, name = self.state, self._optimizer_name
         if before is None:
-            self.journal, self.words = Journal(), first_words(mechanism, self._lineage)
+            self.journal = Journal()
+            self.words = first_words(mechanism, self._lineage, shared=self._shared)
             key = derived(key, self.words)
         else:
             before, self.words = on_key_of(mechanism, key, before, self.words)
@@ -307,8 +309,12 @@ class Run(Recorded):
     def successor(self) -> Run:
         """A run that has spent nothing and shares no stream with this one."""
         if self.state is None:
-            return Run(lineage=self._lineage and f"{self._lineage}, reset")
-        return Run(lineage=f"reset {self.state.noise.key.digest()} {self.state.step}")
+            lineage = self._lineage and f"{self._lineage}, reset"
+        else:
+            lineage = f"reset {self.state.noise.key.digest()} {self.state.step}"
+        run = Run(lineage=lineage)
+        run._shared = self._shared and self.state is None
+        return run
 
     # -- saving and resuming --------------------------------------------------------------------
 
@@ -516,13 +522,22 @@ class Run(Recorded):
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process of the same run needs; functions and parameters are made there."""
+        """What another process of the same run needs; functions and parameters are made there.
+
+        A pickle that goes anywhere else, as of ``torch.save(module)``, holds the public past alone:
+        whoever reads it could take away the noise of a live key.
+        """
+        if get_spawning_popen() is None:
+            return {"public": self.public(), "_since": self._since}
         kept = {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
         return {**kept, "process": 0}  # of which there may be several
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Undo :meth:`__getstate__`."""
         self.__init__()
+        if (public := kept.pop("public", None)) is not None:
+            # A pickle may be read twice, and a plan may name its key.
+            kept = {**vars(Run.from_public(public)), **kept, "_shared": True}
         self.__dict__.update(kept)
 
     def to_plain(self) -> dict[str, Any]:

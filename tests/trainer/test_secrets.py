@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import pickle
 import traceback
@@ -241,12 +242,24 @@ def test_onnx_holds_no_key(trained, tmp_path):
     assert files_with(tmp_path, KEY) == []
 
 
-def test_pickled_plans_and_modules_do_hold_it(trained):
-    """Documented: processes of one run are handed the key like this, so they are no exports."""
+@pytest.mark.parametrize("kept_apart", [False, True])
+def test_a_pickled_module_holds_no_live_key(trained, kept_apart, tmp_path):
+    """Nor does ``torch.save(module)``. A plan that names its key holds that one."""
     assert found_in(pickle.dumps(trained.privacy), KEY)
+    net = copy.deepcopy(trained)
+    if kept_apart:
+        net.privacy = plan(key=KEY, key_in_checkpoint=False)
+        make_trainer(tmp_path).fit(net, make_loader())
+    # What a spawn of the module hands on, and what the plan holds, is not asked for here.
+    live, net.privacy = net._dp.state.noise.key, None
     buffer = io.BytesIO()
-    torch.save(trained._dp, buffer)
-    assert found_in(buffer.getvalue(), KEY)
+    torch.save(net, buffer)
+    for written in (buffer.getvalue(), pickle.dumps(net), pickle.dumps(net._dp)):
+        assert not found_in(written, KEY)
+        assert not found_in(written, live)
+    again = pickle.loads(pickle.dumps(net))
+    assert again.privacy_spent() == net.privacy_spent()
+    assert again._dp.state is None
 
 
 # -- hyperparameters ------------------------------------------------------------------------------
