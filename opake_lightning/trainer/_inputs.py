@@ -29,11 +29,13 @@ import optree
 import torch
 from torch import Tensor
 
+from opake_lightning._tree import layout_of, pack
 from opake_lightning.random import RngKey, fold_in, key, seeded
 from opake_lightning.trainer._before_loss import read_rows
 from opake_lightning.trainer.data import Indices, PoissonLoader
+from opake_lightning.types import NoisedPytree, SecondMomentNoiseOutput
 
-__all__ = ["Inputs", "inputs_of", "weights_digest"]
+__all__ = ["Inputs", "inputs_of", "release_bits", "weights_digest"]
 
 _ROWS = 8
 _RATES = [*range(1024), *(1 << n for n in range(10, 31))]
@@ -105,6 +107,19 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
         for part in (*sums, words[whole:]):
             digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def release_bits(released: NoisedPytree | SecondMomentNoiseOutput) -> bytes:
+    """A sum of the bits of a release, 8 bytes, the same on every device."""
+    pair = isinstance(released, SecondMomentNoiseOutput)
+    parts = [released.gradient, released.square] if pair else [released]
+    total = 0
+    for tree in [part.pytree for part in parts]:
+        for flat in pack(tree, layout_of(tree)):
+            raw = flat.view(torch.uint8)
+            whole = len(raw) - len(raw) % 8
+            total += int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+    return (total % (1 << 64)).to_bytes(8, "big")
 
 
 def _rates(schedule: Any) -> str:

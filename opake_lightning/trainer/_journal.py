@@ -38,12 +38,21 @@ checkpoint callbacks and in ``default_root_dir``, and takes the largest count.
   its own: two of them do not count each other.
 * *No record*: the checkpoint's own count, as if no step had been made after it.
 
+**A replay proves itself.** Beside the record, ``opake-<name>.bits`` has 16 bytes for each step:
+half of them tell who made it, as the digest in the record does; the others are a sum of the bits of
+what was released, which is public. A step that is made again must come to the same bits before the
+parameters move. So what no comparison of inputs sees (the code of the loss, rows that are not
+looked at, frozen weights, another kind of processor) ends the run, and no noise is given out for a
+second gradient. The sum is written after the count: a process that is killed in between leaves a
+step without one, which is repeated where all inputs are equal.
+
 A slot that is damaged or cut off is passed over, and the other one, at most one step older, counts.
 A file without a readable slot raises :class:`~opake_lightning.errors.CheckpointError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -65,6 +74,7 @@ from opake_lightning.errors import CheckpointError
 __all__ = ["Journal", "Spending", "later", "most_recorded", "recorded"]
 
 _SECTOR = 512
+_PROOF = 16  # bytes of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,27 @@ class Journal:
         """Where the record is kept."""
         return list(self._files)
 
+    def note_bits(self, step: int, trail: str, bits: bytes) -> None:
+        """Write down the bits of the release that ``trail`` ends with, number ``step`` from 0."""
+        for directory in self._files:
+            # One that cannot be written, on a full disk say, leaves a step that nobody can prove.
+            with contextlib.suppress(OSError):
+                place = os.open(directory / bits_name(self.name), os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    os.pwrite(place, bytes.fromhex(trail) + bits, _PROOF * step)
+                finally:
+                    os.close(place)
+
+    def bits_of(self, step: int, trail: str, directories: Iterable[Path]) -> bytes | None:
+        """What :meth:`note_bits` wrote in one of ``directories``, in this process or another."""
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                content = (directory / bits_name(self.name)).read_bytes()
+                found = content[_PROOF * step : _PROOF * (step + 1)]
+                if len(found) == _PROOF and found.startswith(bytes.fromhex(trail)):
+                    return found[_PROOF // 2 :]
+        return None
+
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens the files for itself."""
         return {"name": self.name, "directories": self.directories}
@@ -193,6 +224,11 @@ def file_name(name: str) -> str:
     if not (name.isalnum() and name.isascii()):
         raise CheckpointError(f"{name!r} is no name of a run; the checkpoint is damaged")
     return f"opake-{name}.steps"
+
+
+def bits_name(name: str) -> str:
+    """Name of the file that holds the bits of the releases of the run ``name``."""
+    return file_name(name).replace(".steps", ".bits")
 
 
 def recorded(name: str, directories: Iterable[Path | str]) -> Spending | None:

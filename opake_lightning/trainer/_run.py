@@ -24,7 +24,7 @@ from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._copies import brought_back, copied, to_bring_back
 from opake_lightning.trainer._correlated import TORN, Remembering, require_whole, whole
 from opake_lightning.trainer._diagnostics import Diagnostics
-from opake_lightning.trainer._inputs import Inputs, weights_digest
+from opake_lightning.trainer._inputs import Inputs, release_bits, weights_digest
 from opake_lightning.trainer._journal import Journal, Spending, later
 from opake_lightning.trainer._keys import (
     derived,
@@ -230,10 +230,34 @@ class Run(Recorded):
                 self.journal.record(spending)
         finally:
             # An interrupt that comes while it is recorded finds it counted here as well.
+            again = spending == self.spending
             self.state, self.own, self.spending, self._unfinished = state, own, spending, _UPDATE
+        if self.mechanism.private:
+            self._prove(released, again=again)
         if seen is not None and diagnostics is not None:
             seen.update(diagnostics.told(released))
         return released, aux
+
+    def _prove(self, released: Any, *, again: bool) -> None:
+        """Note the bits of the step that was just made, or compare them, if it was made before.
+
+        A guarantee depends on it: nothing of a step that came out otherwise is given out.
+        """
+        if not self.journal.directories:  # as on all ranks but one
+            return
+        step, bits = self.made.n_steps - 1, release_bits(released)
+        if again:
+            places = [*self.journal.directories, *self.directories]
+            known = self.journal.bits_of(step, self.own.trail, places)
+            if known is not None and known != bits:
+                raise CheckpointError(
+                    f"step {step} was made before, and came out otherwise now, so its noise would "
+                    "be used for two gradients. Nothing of it was given out. What changed is not "
+                    "among what is compared: the code of the loss, other rows of the data, frozen "
+                    "weights, the number of threads, or the kind of processor. Undo it, or resume "
+                    'with on_changed_plan="fork" and a plan with another key'
+                )
+        self.journal.note_bits(step, self.own.trail, bits)
 
     def apply(self, released: Any) -> None:
         """Move the parameters, in place."""
