@@ -4,11 +4,12 @@ A checkpoint knows the steps up to the moment it was saved. Steps made after it 
 as well: their weights were logged, evaluated, perhaps published. If the process then dies, only
 this record knows of them.
 
-**Where.** In every local directory that a run has saved a full checkpoint to, one file for the run,
-``opake-<name>.steps``. The name is 64 random bits that the checkpoints carry; neither it nor the
-content has anything to do with the run's key, so the file is as public as the ledger. Only rank 0
-writes it. A run that saves no checkpoint has none; neither has one whose checkpoints go to remote
-storage, or through a ``CheckpointIO`` of the user's own.
+**Where.** In every local directory that a run has saved a full checkpoint to, one file for each
+process that has gone on with it, ``opake-<name>.<process>.steps``. The name is 64 random bits that
+the checkpoints carry; neither it nor the content has anything to do with the run's key, so the
+files are as public as the ledger. Nobody writes over what another process wrote: all are read. Only
+rank 0 writes. A run that saves no checkpoint has none; neither has one whose checkpoints go to
+remote storage, or through a ``CheckpointIO`` of the user's own.
 
 **What.** The whole ledger, at every release: two slots that are written in turn, each one line of
 text with a checksum. A release is recorded *before* its parameters move, with one ``pwrite`` into
@@ -138,6 +139,9 @@ class Journal:
 
     def __init__(self, name: str = "") -> None:
         self.name = name or secrets.token_hex(8)
+        # Of the files that are written here, and nowhere else: processes that go on from one
+        # checkpoint at once would write over what the other one has released.
+        self._writer = secrets.token_hex(4)
         self._files: dict[Path, _File] = {}
         # A checkpoint may be saved, and its directory become ours, in another thread.
         self._lock = threading.Lock()
@@ -151,7 +155,7 @@ class Journal:
         directory = Path(os.path.realpath(directory))
         with self._lock:
             if directory not in self._files:
-                path = directory / file_name(self.name)
+                path = directory / file_name(self.name, self._writer)
                 self._files = {**self._files, directory: _File(path, run.spending)}
 
     def record(self, spending: Spending) -> None:
@@ -213,22 +217,26 @@ class Journal:
         """Go on in directories where a record is, as far as they can be written."""
         for directory in directories:
             try:
-                file = _File(directory / file_name(self.name), Spending())
+                file = _File(directory / file_name(self.name, self._writer), Spending())
             except OSError:
                 continue
             self._files[directory] = file
 
 
-def file_name(name: str) -> str:
-    """Name of the file that holds the record of the run ``name``."""
-    if not (name.isalnum() and name.isascii()):
-        raise CheckpointError(f"{name!r} is no name of a run; the checkpoint is damaged")
-    return f"opake-{name}.steps"
+def file_name(name: str, writer: str) -> str:
+    """Name of the file that ``writer`` keeps of the run ``name``; "*" is any writer."""
+    return f"{_stem(name)}.{writer}.steps"
 
 
 def bits_name(name: str) -> str:
     """Name of the file that holds the bits of the releases of the run ``name``."""
-    return file_name(name).replace(".steps", ".bits")
+    return f"{_stem(name)}.bits"
+
+
+def _stem(name: str) -> str:
+    if not (name.isalnum() and name.isascii()):
+        raise CheckpointError(f"{name!r} is no name of a run; the checkpoint is damaged")
+    return f"opake-{name}"
 
 
 def recorded(name: str, directories: Iterable[Path | str]) -> Spending | None:
@@ -239,16 +247,16 @@ def recorded(name: str, directories: Iterable[Path | str]) -> Spending | None:
     """
     found: Spending | None = None
     for directory in {os.path.realpath(directory) for directory in directories}:
-        path = Path(directory) / file_name(name)
-        try:
-            content = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise CheckpointError(
-                f"the record of released steps {path} cannot be read: {error}"
-            ) from error
-        found = later(found, _latest(path, content))
+        for path in Path(directory).glob(file_name(name, "*")):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise CheckpointError(
+                    f"the record of released steps {path} cannot be read: {error}"
+                ) from error
+            found = later(found, _latest(path, content))
     return found
 
 
@@ -276,10 +284,8 @@ class _File:
     """Two slots, each as long as a whole number of sectors, in one file."""
 
     def __init__(self, path: Path, spending: Spending) -> None:
-        """Begin ``path`` with ``spending``, or with what it holds, if that is more."""
+        """Begin ``path``, which nobody else writes, with ``spending``."""
         self.path = path
-        if path.exists():
-            spending = later(_latest(path, path.read_bytes()), spending)
         self._create(_line(spending))
 
     def write(self, spending: Spending) -> None:

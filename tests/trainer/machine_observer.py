@@ -78,12 +78,17 @@ class Setup:
 
     def refused_for(self, name: str) -> str | None:
         """What a refusal calls this change; None if it may be made without a new key."""
-        if name == "rate" or (name == "max_steps" and self.kind == "dpsgd"):
+        if name == "max_steps" and self.kind == "dpsgd":
             return None
         if self.kind == "target" and name == "noise_multiplier":
             return "target_epsilon"
         kind = "strategy" if self.kind in CORRELATED else "plan"
-        names = {"max_steps": "planned_steps", "key": "the digest of the key", "kind": kind}
+        names = {
+            "max_steps": "planned_steps",
+            "key": "the digest of the key",
+            "kind": kind,
+            "rate": "the learning rates",
+        }
         return names.get(name, name)
 
 
@@ -115,7 +120,6 @@ class Release:
     stream: str
     cost: tuple[float, float] | Horizon  # (noise multiplier, sample rate) of independent noise
     part: int  # of which part of the history: a fit, a fork or a copy begins a new one
-    rate: float  # the learning rate that it was applied with
 
 
 Releases = tuple[Release, ...]
@@ -142,7 +146,7 @@ class Past:
     record: Record = field(default_factory=Record, compare=False)
     # What was recorded beside the weights that were loaded: counted from the next fit on.
     since: Releases = ()
-    # No second fit, fork, copy or other rate yet: it must be as the unbroken run of its key.
+    # No second fit, fork or copy yet: it must be as the unbroken run of its key.
     unbroken: bool = True
 
     def counted(self) -> Releases:
@@ -204,7 +208,7 @@ class Observer:
             raise KilledError("while noise was being added")
         if self.fail_after is not None:
             self.fail_after -= 1
-        self.released(Release(streams[0], cost, past.part, past.setup.rate))
+        self.released(Release(streams[0], cost, past.part))
 
     def released(self, release: Release) -> None:
         past: Past = self.past

@@ -95,7 +95,7 @@ def test_a_run_resumes_bit_for_bit_from_checkpoints_that_hold_no_key(name, tmp_p
     net = make()
     whole = snapshot(net, fit(net, tmp_path, save="a"))
     files = sorted((tmp_path / "a").iterdir())
-    assert len(files) == 8 + 1  # and the record of released steps
+    assert len(files) == 8 + 2  # and the record of released steps, and that of their bits
     assert not any(holds_a_key_of(file, net) for file in files)
     saved = stored(tmp_path / "a" / "step=3.ckpt")
     assert not any("key" in path or "buffers" in path for path in saved["state"])

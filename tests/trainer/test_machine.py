@@ -83,9 +83,6 @@ class Machine(RuleBasedStateMachine):
         self.reloaded: set[str] = set()
         self.weights: dict[tuple[str, int], str] = {}
         self.numbers = itertools.count()
-        # Parts that another folder does not know all of, and those that changed their rate.
-        self.elsewhere: set[int] = set()
-        self.changed_rate: set[int] = set()
 
     def teardown(self) -> None:
         self._folder.cleanup()
@@ -273,24 +270,19 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """Resume: repeat what is recorded, or be refused, or go on with a new key."""
         setup = saved.past.setup.changed(change)
-        if setup.rate != saved.past.setup.rate:
-            if elsewhere or saved.past.part in self.elsewhere:
-                return None  # documented: it is seen only where the record of all steps is
-        elif elsewhere and saved.past.part not in self.changed_rate:
+        if elsewhere:
             saved = self.copy_elsewhere(saved)
         before = saved.past.setup
         named = None if setup == before else before.refused_for(change)
         part, known, rest = saved.past.part, saved.recorded(), saved.to_repeat()
-        forks = named is not None or any((r.part, r.rate) != (part, setup.rate) for r in rest)
+        forks = named is not None or any(r.part != part for r in rest)
         if forks and how == "refuse":
-            return self.expect_refusal(saved, setup, named)
+            self.expect_refusal(saved, setup, named)
+            return
         past = replace(saved.past, setup=setup, known=known)
         if forks:
             left = max(setup.max_steps - saved.global_step, 1)
             past = past.begun(setup, next(self.numbers), self.new_horizon(setup, left), after=known)
-        elif setup.rate != saved.past.setup.rate:
-            past = replace(past, unbroken=False)
-            self.changed_rate.add(part)
         if same and self.is_ready() and self.past.record is past.record:
             self.net.privacy, self.net.optimizer = setup.plan(how), setup.optimizer
         else:
@@ -301,13 +293,12 @@ class Machine(RuleBasedStateMachine):
             if not forks or not _is_spent(error, setup, known):
                 raise
             self.load(saved)
-        return None
 
     def expect_refusal(self, saved: Saved, setup: Setup, named: str | None) -> None:
         after, net = len(saved.to_repeat()), setup.net()
         told = f"the run made {after} more, and not all with this plan"
         if named is not None:
-            told = rf"these differ: ([\w ]+ \(.*\), )*{re.escape(named)} \("
+            told = rf"these differ: ([\w ]+ \(.*\), )*{re.escape(named)}[ .]"
         weights, past = weights_of(net), replace(saved.past, setup=setup)
         with (
             self.observer.watching(past),
@@ -321,7 +312,6 @@ class Machine(RuleBasedStateMachine):
         """A checkpoint in a folder that has no record of its run."""
         folder = self.path / f"elsewhere {next(self.numbers)}"
         folder.mkdir()
-        self.elsewhere.add(saved.past.part)
         past = replace(saved.past, folder=folder, record=Record(saved.past.known))
         return replace(saved, path=Path(shutil.copy(saved.path, folder)), past=past)
 

@@ -65,6 +65,17 @@ def test_another_process_keeps_what_is_there(tmp_path):
     assert recorded(journal.name, [tmp_path]) == spent(4)
 
 
+def test_two_processes_that_go_on_at_once_do_not_write_over_each_other(tmp_path):
+    """The second begins later, and has come to less when it ends."""
+    one = kept(tmp_path, 3)
+    other = kept(tmp_path, 3, one.name)
+    for n in (8, 9, 10):
+        one.record(spent(n))
+    for n in (4, 5):
+        other.record(spent(n))
+    assert recorded(one.name, [tmp_path]) == spent(10)
+
+
 def test_the_most_of_all_directories_counts(tmp_path):
     counts = {tmp_path / str(n): n for n in (3, 7, 2, 5, 1, 6)}
     name = Journal().name
@@ -123,7 +134,7 @@ def test_a_step_is_not_written_over_the_one_before(tmp_path):
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path):
     name = Journal().name
-    (tmp_path / file_name(name)).mkdir()
+    (tmp_path / file_name(name, "0")).mkdir()
     with pytest.raises(CheckpointError, match="cannot be read"):
         recorded(name, [tmp_path])
 

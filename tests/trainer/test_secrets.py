@@ -246,7 +246,7 @@ def test_onnx_holds_no_key(trained, tmp_path):
 def test_a_pickled_module_holds_no_live_key(trained, kept_apart, tmp_path):
     """Nor does ``torch.save(module)``. A plan that names its key holds that one."""
     assert found_in(pickle.dumps(trained.privacy), KEY)
-    net = copy.deepcopy(trained)
+    net = copy.deepcopy(trained).train()
     if kept_apart:
         net.privacy = plan(key=KEY, key_in_checkpoint=False)
         make_trainer(tmp_path).fit(net, make_loader())
