@@ -21,12 +21,16 @@ class PrivacyBudget(pl.Callback):
     Args:
         epsilon: ε, > 0.
         delta: δ that ``epsilon`` is stated at, in (0, 1).
+
+    Attributes:
+        last_step: How many steps the budget allows, of all that the module has made; None before
+            a fit begins.
     """
 
     def __init__(self, epsilon: float, delta: float) -> None:
         self.epsilon = _check.positive("epsilon", epsilon)
         self.delta = _check.fraction("delta", delta, zero=False, one=False)
-        self._last_step: int | None = None
+        self.last_step: int | None = None
         self._minimum: tuple[int | None, int | None] | None = None
 
     @override
@@ -35,10 +39,10 @@ class PrivacyBudget(pl.Callback):
         run = _run_of(pl_module)
         event = run.mechanism.event
         more = run.ledger.steps_within(event, self.epsilon, self.delta)
-        self._last_step = run.ledger.n_steps + more
+        self.last_step = run.ledger.n_steps + more
         if not more and not run.ledger.epsilon(self.delta) <= self.epsilon:
             # Steps that a resumed run repeats cost nothing new, but here there is nothing to spend.
-            self._last_step = run.made.n_steps
+            self.last_step = run.made.n_steps
         self._stop_if_spent(trainer, pl_module)
 
     @override
@@ -46,10 +50,10 @@ class PrivacyBudget(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Refuse the step that would overspend, should anything have kept the run going."""
-        if self._last_step is not None and _run_of(pl_module).made.n_steps >= self._last_step:
+        if self.last_step is not None and _run_of(pl_module).made.n_steps >= self.last_step:
             raise PrivacyError(
                 f"the next step would spend more than ε = {self.epsilon} at δ = {self.delta}; "
-                f"{self._last_step} steps are allowed and have been made"
+                f"{self.last_step} steps are allowed and have been made"
             )
 
     @override
@@ -80,7 +84,7 @@ class PrivacyBudget(pl.Callback):
 
     def _stop_if_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = _run_of(pl_module).made.n_steps
-        if self._last_step is None or steps < self._last_step:
+        if self.last_step is None or steps < self.last_step:
             return
         rank_zero_info(
             f"PrivacyBudget: stopping after {steps} steps; another one would spend more than "

@@ -45,7 +45,7 @@ from opake_lightning.trainer._refusals import (
 from opake_lightning.trainer._run import Run
 from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
-from opake_lightning.trainer.report import PrivacySpent
+from opake_lightning.trainer.report import Meter, PrivacySpent
 
 __all__ = ["DPMixin", "DPModule"]
 
@@ -74,10 +74,10 @@ class DPMixin:
     if TYPE_CHECKING:
         _dp: Run | None
         _dp_arrived: Arrived | None
-        _dp_shown: tuple[int, float] | None
+        _dp_meter: Meter | None
     log_not_private: bool = False
     # TorchScript reads the annotations of a class that it compiles, and knows few types.
-    _dp, _dp_arrived, _dp_shown = None, None, None
+    _dp, _dp_arrived, _dp_meter = None, None, None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -269,6 +269,7 @@ class DPMixin:
 
     def _dp_on_train_start(self) -> None:
         count_epoch(cast("pl.LightningModule", self).trainer)
+        self._dp_meter = Meter()
         # An epoch that is resumed in its middle has no on_train_epoch_start.
         self._dp_on_train_epoch_start()
 
@@ -291,6 +292,8 @@ class DPMixin:
         # From here on the module is what its user tests, exports and publishes.
         if self._dp is not None:
             self._dp.publish_weights()
+            if self._dp_meter is not None:
+                self._dp_meter.finish(self._dp, cast("pl.LightningModule", self).trainer)
 
     def _dp_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         private = self._dp is not None and getattr(self._dp.mechanism, "private", False)
@@ -312,11 +315,6 @@ class DPMixin:
 
     def _dp_on_train_epoch_end(self) -> None:
         self._dp_refuse_skipped()
-        # The last word of a run, also of one that a callback stopped, is the exact value.
-        module = cast("pl.LightningModule", self)
-        if self._dp is not None:
-            shown = {"on_epoch": True, "sync_dist": module.trainer.world_size > 1}
-            self._dp_log_spent(self._dp.ledger.epsilon(self._dp.delta), shown)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -355,23 +353,8 @@ class DPMixin:
 
     def _dp_log(self, run: Run, aux: Any, size: int | None) -> None:
         module = cast("pl.LightningModule", self)
-        trainer = cast("Any", module.trainer)
-        # The value that a logger writes, or that is the last of an epoch, is exact; the ones in
-        # between may be the (higher) value of a step a little ahead, which costs nothing.
-        done = trainer.global_step
-        exact = (
-            trainer.is_last_batch
-            or done % max(1, trainer.log_every_n_steps) == 0
-            or done == trainer.max_steps
-        )
-        ledger, delta = run.ledger, run.delta
-        epsilon = ledger.epsilon(delta) if exact else ledger.epsilon_bound(delta)
-        # Lightning goes on showing what was logged, until the epoch ends; to log it takes as long
-        # as a small model's forward pass.
-        position = trainer.fit_loop.epoch_progress.current.ready, epsilon
-        if exact or position != self._dp_shown:
-            self._dp_log_spent(epsilon, {"on_step": True, "on_epoch": False})
-            self._dp_shown = position
+        if self._dp_meter is not None:
+            self._dp_meter.show(run, module)
         if run.state and isinstance(run.state.clip, AdaptiveClipState):
             # Of the next step; made from noisy counts, so it may be seen.
             module.log("privacy/clipping_norm", run.state.clip.clipping_norm, batch_size=1)
@@ -384,11 +367,6 @@ class DPMixin:
                 )
             dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
             module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
-
-    def _dp_log_spent(self, epsilon: float, when: dict[str, Any]) -> None:
-        module, run = cast("pl.LightningModule", self), cast("Run", self._dp)
-        module.log("privacy/epsilon", epsilon, prog_bar=True, batch_size=1, **when)
-        module.log("privacy/delta", run.delta, prog_bar=True, batch_size=1, **when)
 
 
 def _publish(run: Run, state: dict[str, Any]) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import RichProgressBar
 
+from opake_lightning.accounting import GaussianEvent
 from opake_lightning.plan import NonPrivate, PrivateMechanism
+from opake_lightning.trainer.callbacks import PrivacyBudget
+
+if TYPE_CHECKING:
+    from opake_lightning.trainer._run import Run
 
 __all__ = ["PrivacySpent"]
+
+# Steps between two evaluations of ε if the trainer's log_every_n_steps is 0, which logs nothing.
+_INTERVAL = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,70 @@ def summary(
             "mechanism that publishes one example outright"
         )
     return "\n".join(["opake_lightning: private run", *lines])
+
+
+class Meter:
+    """ε as it is logged during one fit: evaluated once for each interval between logged steps.
+
+    Guarantee: what is logged at a step is at or above what had been spent by then. At every step
+    that a logger writes, and after the last one, it is exactly that; in between it is ε of the next
+    such step, since ε never falls from one step to the next.
+    """
+
+    def __init__(self) -> None:
+        self._epsilon, self._valid_to, self._epoch = 0.0, -1, -1
+
+    def show(self, run: Run, module: pl.LightningModule) -> None:
+        """Log ε and δ after a step, if Lightning does not show them already.
+
+        It shows what was logged until the epoch ends, and to log takes as long as a small model's
+        forward pass.
+        """
+        trainer: Any = module.trainer
+        ledger, ahead, epoch = run.ledger, _steps_ahead(run, trainer), trainer.current_epoch
+        held = ledger.n_steps == self._valid_to or (ahead and ledger.n_steps < self._valid_to)
+        if held and epoch == self._epoch:
+            return
+        if not held:
+            event = _mechanism(run).event
+            if isinstance(event, GaussianEvent):  # any other costs the same at every step
+                ledger = ledger.spend(event, ahead)
+            self._epsilon, self._valid_to = ledger.epsilon(run.delta), run.ledger.n_steps + ahead
+        self._epoch = epoch
+        shown: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
+        module.log("privacy/epsilon", self._epsilon, prog_bar=True, **shown)
+        module.log("privacy/delta", run.delta, prog_bar=True, **shown)
+
+    def finish(self, run: Run, trainer: Any) -> None:
+        """Leave the exact value, whatever ended the fit."""
+        if self._valid_to < 0:  # no step was made
+            return
+        every = trainer.log_every_n_steps
+        last = {"privacy/epsilon": run.ledger.epsilon(run.delta), "privacy/delta": run.delta}
+        trainer.callback_metrics.update({name: torch.tensor(last[name]) for name in last})
+        if not every or trainer.global_step % every:  # else a logger has it
+            trainer._logger_connector.log_metrics(last, step=trainer.global_step - 1)
+
+
+def _steps_ahead(run: Run, trainer: Any) -> int:
+    """Steps until the next one that is logged, or the last."""
+    every, done = trainer.log_every_n_steps or _INTERVAL, trainer.global_step
+    ahead: list[float] = [-done % every]
+    if trainer.max_steps != -1:
+        ahead.append(trainer.max_steps - done)
+    if trainer.max_epochs not in (None, -1):
+        length = trainer.num_training_batches  # inf for an iterable of unknown length
+        epochs = trainer.max_epochs - trainer.current_epoch
+        ahead.append(epochs * length - trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+    for callback in trainer.callbacks:
+        if isinstance(callback, PrivacyBudget) and callback.last_step is not None:
+            ahead.append(callback.last_step - run.made.n_steps)
+    return max(int(min(ahead)), 0)
+
+
+def _mechanism(run: Run) -> PrivateMechanism | NonPrivate:
+    assert run.mechanism is not None
+    return run.mechanism
 
 
 def make_delta_legible(trainer: pl.Trainer) -> None:

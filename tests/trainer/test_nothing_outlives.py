@@ -46,7 +46,7 @@ one_at_a_time = pytest.mark.filterwarnings("ignore:clipping one example at a tim
 # -- what there is --------------------------------------------------------------------------------
 
 # Lightning's and the run's own: they lead to the trainer, to the loader and to the noise's key.
-_NOT_OURS = {"_trainer", "_fabric", "_dp", "_dp_arrived", "_dp_in_loss", "_dp_shown"}
+_NOT_OURS = {"_trainer", "_fabric", "_dp", "_dp_arrived", "_dp_in_loss", "_dp_meter"}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), bytearray, torch.dtype, torch.device)
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    EarlyStopping,
     LearningRateMonitor,
     RichProgressBar,
     TQDMProgressBar,
@@ -19,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from opake_lightning import DPModule, NonPrivate, PrivacyBudget
+from opake_lightning.accounting import process
 from opake_lightning.optimizers import sgd
 from opake_lightning.scheduling import cosine_schedule, linear_schedule, with_warmup
 from tests.trainer.helpers import (
@@ -116,12 +118,50 @@ class StopAt(pl.Callback):
         trainer.should_stop = trainer.global_step == self.step
 
 
-class EpsilonNeverLow(pl.Callback):
-    """What the bars show may be above what was spent, never below."""
+class StopAfterEpoch(EarlyStopping):
+    """Stops after the module's last hook of the epoch, as monitoring callbacks do."""
+
+    def __init__(self, epoch):
+        super().__init__("privacy/epsilon", check_on_train_epoch_end=True)
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.current_epoch == self.epoch
+
+
+class Shown(pl.Callback):
+    """What ε the bars show after each step."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.epsilon = []
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         shown = trainer.callback_metrics["privacy/epsilon"].item()
         assert shown >= pl_module.privacy_spent().epsilon * (1 - 1e-6)
+        self.epsilon.append(shown)
+
+
+def test_epsilon_between_logged_steps_is_that_of_the_next_one(tmp_path):
+    shown = Shown()
+    fit(tmp_path, log_every_n_steps=5, max_epochs=3, callbacks=[shown])
+    ends = [5] * 5 + [10] * 5 + [12] * 2
+    assert shown.epsilon == pytest.approx([epsilon_after(n) for n in ends], rel=1e-6)
+
+
+@pytest.mark.parametrize("every", [0, 10, 40])
+def test_epsilon_is_evaluated_once_for_each_interval(tmp_path, monkeypatch, every):
+    evaluated = []
+    exact = process._epsilon
+
+    def counted(totals, *args):
+        evaluated.append(sum(count for _, count in totals))
+        return exact(totals, *args)
+
+    monkeypatch.setattr(process, "_epsilon", counted)
+    fit(tmp_path, log_every_n_steps=every, max_epochs=15)  # 60 steps
+    interval = every or 50
+    assert set(evaluated) == {*range(interval, 60, interval), 60}
+    assert len(evaluated) <= len(set(evaluated)) + 1  # once more as the fit ends
 
 
 @pytest.mark.parametrize(
@@ -130,17 +170,34 @@ class EpsilonNeverLow(pl.Callback):
         {"max_epochs": 2},
         {"max_epochs": -1, "max_steps": 7},
         {"max_epochs": 40, "callbacks": [StopAt(37)]},
+        {"max_epochs": 40, "callbacks": [StopAfterEpoch(1)]},
         {"max_epochs": 40, "callbacks": [PrivacyBudget(5.0, 1e-5)]},
         {"max_epochs": 2, "limit_train_batches": 3},
     ],
-    ids=["epochs", "steps", "stopped", "budget", "limit"],
+    ids=["epochs", "steps", "stopped", "stopped after the epoch", "budget", "limit"],
 )
 def test_metrics_after_fit_are_what_was_spent(tmp_path, how):
-    callbacks = [*how.get("callbacks", []), EpsilonNeverLow()]
-    trainer, net = fit(tmp_path, **{**how, "callbacks": callbacks})
+    callbacks, logger = [*how.get("callbacks", []), Shown()], CSVLogger(tmp_path)
+    trainer, net = fit(tmp_path, **{**how, "callbacks": callbacks, "logger": logger})
     spent = net.privacy_spent()
     assert trainer.callback_metrics["privacy/epsilon"].item() == pytest.approx(spent.epsilon)
     assert trainer.callback_metrics["privacy/delta"].item() == pytest.approx(spent.delta)
+    last = rows(logger, "privacy/epsilon")[-1]
+    assert float(last["privacy/epsilon"]) == pytest.approx(spent.epsilon)
+    assert int(last["step"]) == spent.n_steps - 1
+
+
+def test_epsilon_is_not_shown_above_the_budget(tmp_path):
+    shown = Shown()
+    fit(tmp_path, max_epochs=-1, callbacks=[PrivacyBudget(5.0, 1e-5), shown])
+    assert max(shown.epsilon) <= 5.0
+
+
+def test_a_second_fit_shows_what_both_have_spent(tmp_path):
+    shown = Shown()
+    _, net = fit(tmp_path, max_epochs=5, callbacks=[shown])
+    fit(tmp_path, net, max_epochs=1, callbacks=[shown])
+    assert shown.epsilon == pytest.approx([epsilon_after(24)] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
