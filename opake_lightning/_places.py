@@ -12,6 +12,7 @@ import array
 import functools
 import gc
 import io
+import itertools
 import operator
 import queue
 import random
@@ -121,6 +122,8 @@ class Places:
         self._large: list[tuple[Any, str]] = []
         self.random: list[tuple[Any, Any]] = []
         self.tensors: list[Tensor] = []
+        # Those that others have taken the place of: they may be held somewhere else as well.
+        self._replaced: list[weakref.ref[Tensor]] = []
         self._hooks: list[tuple[str, list[Any], int]] = []
         self._seen: set[int] = set()
         for owner in owners:
@@ -160,11 +163,16 @@ class Places:
 
     def tagged(self) -> bool:
         """Whether a tensor has got attributes, which it had none of."""
-        return any(t.__dict__ and id(t.__dict__) not in self._seen for t in self.tensors)
+        seen = self._seen
+        return any(t.__dict__ and id(t.__dict__) not in seen for t in self._all_tensors())
+
+    def _all_tensors(self) -> Iterable[Tensor]:
+        alive = [t for each in self._replaced if (t := each()) is not None]
+        return itertools.chain(self.tensors, alive)
 
     def put_back(self) -> None:
         """What can be undone of changes in place, and of attributes that tensors have got."""
-        for tensor in self.tensors if self.tagged() else ():
+        for tensor in self._all_tensors() if self.tagged() else ():
             if id(tensor.__dict__) not in self._seen:
                 vars(tensor).clear()
         for _, hooks, count in self._hooks:
@@ -199,19 +207,31 @@ class Places:
         """The places as they are now, of the same owners or of others."""
         same = len(owners) == len(self._owners) and all(map(operator.is_, owners, self._owners))
         changed = self.changed(keys=False) if same else []
+        gone: list[Any] = []
+        come: list[Any] = []
         for held, now in changed:
-            both = [*held.before.items(), *now.items()]
-            new = [v for k, v in both if not (k in now and now[k] is held.before.get(k, ABSENT))]
-            # What hangs on a new object has to be found.
-            same = same and all(type(value) in _ATOMS for value in new)
-        if not same or self.gone_on():
+            before = held.before
+            gone += [v for k, v in before.items() if now.get(k, ABSENT) is not v]
+            come += [v for k, v in now.items() if before.get(k, ABSENT) is not v]
+        # What hangs on a new object has to be found; of numbers, also as tensors, nothing does.
+        if not (same and all(map(_is_bare, gone)) and all(map(_is_bare, come))) or self.gone_on():
             return Places(owners)
         for held, now in changed:
             held.before = now
         if changed:
             self._sort()
+            self._exchange(gone, come)
         self.random = [(generator, state_of(generator)) for generator, _ in self.random]
         return self
+
+    def _exchange(self, gone: list[Any], come: list[Any]) -> None:
+        """Go on with other bare tensors, such as those of logged metrics, of every step."""
+        left = {id(value) for value in gone if isinstance(value, Tensor)}
+        new = {id(value): value for value in come if isinstance(value, Tensor)}
+        alive = [each for each in self._replaced if each() is not None]
+        self._replaced = alive + [weakref.ref(t) for t in self.tensors if id(t) in left]
+        kept = [t for t in self.tensors if id(t) not in left and id(t) not in new]
+        self.tensors = [*kept, *new.values()]
 
     def _visit(self, value: Any, path: str) -> None:
         kind = cast("Any", type(value))
@@ -293,6 +313,11 @@ class Places:
         for key, child in before.items():
             if type(child) not in _ATOMS and key not in _HOOKS:
                 self._visit(child, below(path, key))
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether nothing hangs on ``value``: a number, or a tensor without attributes."""
+    return type(value) in _ATOMS or (type(value) is Tensor and not value.__dict__)
 
 
 def owners_of(loss_fn: Any) -> list[Any]:

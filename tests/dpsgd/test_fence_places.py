@@ -257,6 +257,25 @@ def test_what_a_step_has_put_up_is_watched_in_the_next():
         _run(loss, _x(), state, grad_fn)
 
 
+@pytest.mark.parametrize("name", ["new", "old", None])
+def test_bare_tensors_take_the_place_of_others_between_steps_and_are_watched(name, monkeypatch):
+    """Logged metrics are others after each step; to find all places anew takes as long as one."""
+    loss = Loss(lambda s: s.holder and setattr(s.metrics[s.holder], "kept", 1), always=True)
+    loss.metrics = {"new": torch.zeros(()), "old": torch.zeros(())}
+    loss.metrics["new"] = loss.metrics["old"]
+    grad_fn, state = _run(loss, _x())
+    for number in range(3):
+        loss.metrics["new"] = torch.tensor(float(number))
+        with monkeypatch.context() as patched:
+            patched.setattr(_places.Places, "__init__", lambda *_: pytest.fail("looked for anew"))
+            _, state = _run(loss, _x(), state, grad_fn)
+    loss.holder = name
+    if name:
+        with pytest.raises(PrivacyError):
+            _run(loss, _x(), state, grad_fn)
+        assert not any(value.__dict__ for value in loss.metrics.values())
+
+
 @pytest.mark.parametrize("draws", ["numpy_draws", "python_draws"])
 def test_a_generator_goes_on_by_a_step_whatever_is_drawn(draws):
     """Its state tells nothing of how many rows there were, and no step repeats another."""
