@@ -75,7 +75,8 @@ def private_step(
         each = losses(net(x), y)  # by the module's own parameters, as in the trainer
         return each, (each.detach(), {})
 
-    mechanism = DPSGD(clipping_norm=CLIP, noise_multiplier=NOISE, **plan).resolve(
+    fixed = {"clipping_norm": CLIP, "noise_multiplier": NOISE, "target_delta": 1e-8}
+    mechanism = DPSGD(**fixed, **plan).resolve(
         n_examples=1000 * batch_size, batch_size=batch_size, planned_steps=None, spent=Ledger()
     )
     seat(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from opake_lightning.accounting import GaussianEvent, Ledger
+from opake_lightning.dpftrl.noise import band_mf_strategy
 from opake_lightning.dpsgd.sampling import poisson_indices, rank_share
 from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import sgd
-from opake_lightning.plan import DPSGD, NonPrivate
+from opake_lightning.plan import DPFTRL, DPSGD, NonPrivate
 from opake_lightning.random import key
 
 SIGMA = DPSGD(clipping_norm=0.5, noise_multiplier=2.0, key=key(7))
@@ -187,3 +189,37 @@ def test_a_run_without_privacy_takes_the_mean_of_the_batch_and_costs_everything(
     assert Ledger().spend(plan.event).epsilon(1e-5) == math.inf
     assert plan.fingerprint() == {"plan": "NonPrivate"}
     assert not plan.private
+
+
+# -- δ --------------------------------------------------------------------------------------------
+
+PLANS = [DPSGD, partial(DPFTRL, strategy=band_mf_strategy(2))]
+
+
+@pytest.mark.parametrize("make", PLANS)
+def test_a_target_needs_its_delta(make):
+    with pytest.raises(PrivacyError, match=r"target_epsilon=3.0 says nothing without target_delta"):
+        make(clipping_norm=1.0, target_epsilon=3.0)
+    assert make(clipping_norm=1.0, noise_multiplier=1.0).target_delta == 1e-5
+
+
+@pytest.mark.parametrize("make", PLANS)
+@pytest.mark.parametrize("given", [{}, {"target_delta": 1e-3}])
+@pytest.mark.parametrize("cost", [{"noise_multiplier": 1.0}, {"target_epsilon": 3.0}])
+def test_a_delta_that_is_not_below_one_example_is_refused(make, given, cost):
+    """Also the one that nobody gave."""
+    if "target_epsilon" in cost and not given:
+        return
+    plan = make(clipping_norm=1.0, **cost, **given)
+    n = round(1 / plan.target_delta)
+    how = {"batch_size": 10, "planned_steps": 4, "spent": Ledger()}
+    with pytest.raises(PrivacyError, match=rf"target_delta={plan.target_delta:g} is not below 1 /"):
+        plan.resolve(n_examples=n, **how)
+    assert plan.resolve(n_examples=n - 1, **how).n_examples == n - 1
+    meant = replace(plan, allow_large_delta=True)
+    assert meant.resolve(n_examples=n, **how).n_examples == n
+
+
+def test_allow_large_delta_is_yes_or_no():
+    with pytest.raises(TypeError, match="allow_large_delta must be True or False, got 1"):
+        DPSGD(clipping_norm=1.0, noise_multiplier=1.0, allow_large_delta=1)

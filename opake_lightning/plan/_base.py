@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,14 @@ from opake_lightning.scheduling import Schedule
 from opake_lightning.step import Step
 from opake_lightning.types import PerGroup
 
-__all__ = ["PlainDict", "PrivateMechanism", "PrivatePlan", "calibrated", "check_target"]
+__all__ = [
+    "PlainDict",
+    "PrivateMechanism",
+    "PrivatePlan",
+    "calibrated",
+    "check_delta",
+    "check_target",
+]
 
 PlainDict: TypeAlias = dict[str, str | int | float | None]
 
@@ -38,7 +45,8 @@ class PrivatePlan(ABC):
     clipping_norm: float | PerGroup | Schedule | Adaptive | Auto
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
-    target_delta: float = 1e-5
+    target_delta: float = cast("float", None)  # 1e-5, unless there is a target_epsilon
+    allow_large_delta: bool = False
     microbatch_size: int | None = None
     engine: None = None
     key: RngKey | None = None
@@ -71,7 +79,18 @@ class PrivatePlan(ABC):
             _check.non_negative("noise_multiplier", self.noise_multiplier)
         if self.target_epsilon is not None:
             _check.positive("target_epsilon", self.target_epsilon)
+        if self.target_delta is None:  # pyright: ignore[reportUnnecessaryComparison]
+            if self.target_epsilon is not None:
+                raise PrivacyError(
+                    f"target_epsilon={self.target_epsilon!r} says nothing without target_delta: "
+                    "give the δ that it is to hold at, well below 1 / number of examples"
+                )
+            object.__setattr__(self, "target_delta", 1e-5)
         _check.fraction("target_delta", self.target_delta, zero=False, one=False)
+        if not isinstance(self.allow_large_delta, bool):
+            raise TypeError(
+                f"allow_large_delta must be True or False, got {self.allow_large_delta!r}"
+            )
         if self.microbatch_size is not None:
             _check.positive_int("microbatch_size", self.microbatch_size)
         refuse_engine(self.engine)
@@ -338,6 +357,21 @@ class PrivateMechanism(ABC):
 
 def _told(plan: PrivatePlan) -> str:
     return f"clipping_norm={plan.clipping_norm!r}, noise_multiplier={plan.noise_multiplier!r}"
+
+
+def check_delta(plan: PrivatePlan, n_examples: int) -> None:
+    """Refuse a δ so large that nobody is protected, unless the plan says that it is meant.
+
+    Raises:
+        PrivacyError: If δ is not below 1 / ``n_examples``.
+    """
+    if plan.target_delta * n_examples >= 1 and not plan.allow_large_delta:
+        # A guarantee depends on it: whoever publishes one example outright has this δ, and any ε.
+        raise PrivacyError(
+            f"target_delta={plan.target_delta:g} is not below 1 / {n_examples} examples, so it "
+            "allows a mechanism that publishes one of them outright; give a smaller one, such as "
+            f"target_delta={0.1 / n_examples:.0e}, or allow_large_delta=True if it is meant"
+        )
 
 
 def check_target(plan: PrivatePlan, planned_steps: int | None, spent: Ledger) -> None:

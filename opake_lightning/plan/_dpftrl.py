@@ -13,7 +13,7 @@ from opake_lightning.dpsgd.clipping import Adaptive
 from opake_lightning.dpsgd.clipping._rule import rule_of
 from opake_lightning.dpsgd.sampling import expected_rate
 from opake_lightning.errors import PrivacyError
-from opake_lightning.plan._base import PrivatePlan, calibrated, check_target
+from opake_lightning.plan._base import PrivatePlan, calibrated, check_delta, check_target
 from opake_lightning.plan._mf_mechanism import BANDED, MFMechanism, Sampling
 
 __all__ = ["DPFTRL"]
@@ -63,7 +63,8 @@ class DPFTRL(PrivatePlan):
             be compared across strategies. 0 clips without protecting (ε = ∞).
         target_epsilon: ε that the whole planned run may spend, including what the module has
             spent before.
-        target_delta: δ, in (0, 1), that ε is stated at.
+        target_delta: As in :class:`DPSGD`.
+        allow_large_delta: As in :class:`DPSGD`.
         sampling: One of the above; None is ``"cyclic_poisson"`` for banded strategies (independent
             noise has one band), ``"fixed_partition"`` for others.
         second_moment_strategy: Also release the squares of the gradient, with noise correlated like
@@ -180,10 +181,11 @@ class DPFTRL(PrivatePlan):
             spent: What has been spent before; counts towards ``target_epsilon``.
 
         Raises:
-            PrivacyError: If there is no planned end; the sampling cannot draw such batches; or the
-                target is already spent.
+            PrivacyError: If there is no planned end; δ is not below 1 / n; the sampling cannot draw
+                such batches; or the target is already spent.
         """
         expected_rate(batch_size, n_examples)
+        check_delta(self, n_examples)
         if not planned_steps:
             raise PrivacyError(
                 "DPFTRL correlates noise over a run of known length, but this run is open-ended; "

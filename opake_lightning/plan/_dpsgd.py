@@ -22,6 +22,7 @@ from opake_lightning.plan._base import (
     PrivateMechanism,
     PrivatePlan,
     calibrated,
+    check_delta,
     check_target,
 )
 from opake_lightning.random import RngKey
@@ -45,7 +46,9 @@ class DPSGD(PrivatePlan):
             With ``adaptive`` that of the whole step, its counts included.
         target_epsilon: ε that the whole planned run may spend, including what the module has
             spent before.
-        target_delta: δ, in (0, 1), that ε is stated at. Should be well below 1 / dataset size.
+        target_delta: δ, in (0, 1), that ε is stated at. Must be below 1 / dataset size, and should
+            be well below it. Required with ``target_epsilon``; else 1e-5.
+        allow_large_delta: Take a δ that is not.
         microbatch_size: Examples differentiated at once; bounds memory, does not change results.
             None chooses by what some of them take.
         engine: Gone, since one engine is exact for every loss; passing anything is an error.
@@ -61,8 +64,9 @@ class DPSGD(PrivatePlan):
 
     Raises:
         PrivacyError: If not exactly one of ``noise_multiplier`` and ``target_epsilon`` is given,
-            ``clipping_norm`` is not finite, the counts of ``adaptive`` would cost more than σ, or
-            ``key_in_checkpoint=False`` comes without a key.
+            ``target_epsilon`` comes without ``target_delta``, ``clipping_norm`` is not finite, the
+            counts of ``adaptive`` would cost more than σ, or ``key_in_checkpoint=False`` comes
+            without a key.
         ValueError: If a number is out of range.
 
     >>> DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5).target_epsilon
@@ -102,10 +106,11 @@ class DPSGD(PrivatePlan):
             spent: What has been spent before; counts towards ``target_epsilon``.
 
         Raises:
-            PrivacyError: If the batch is larger than the dataset, or there is a target but no
-                planned end, or the target is already spent.
+            PrivacyError: If the batch is larger than the dataset, δ is not below 1 / n, there is a
+                target but no planned end, or the target is already spent.
         """
         rate = expected_rate(batch_size, n_examples)
+        check_delta(self, n_examples)
         made = spent.n_steps
         if self.noise_multiplier is not None:
             return Mechanism(self, self.noise_multiplier, n_examples, batch_size, None, made)

@@ -19,11 +19,12 @@ BAND = band_mf_strategy(3)
 
 
 def mf_plan(**changes: Any) -> DPFTRL:
-    """The usual plan: three bands, σ = 1, C = 1, key(7)."""
+    """The usual plan: three bands, σ = 1, C = 1, δ = 1e-5, key(7)."""
     kwargs = {
         "strategy": BAND,
         "clipping_norm": 1.0,
         "noise_multiplier": 1.0,
+        "target_delta": 1e-5,
         "key": key(7),
         **changes,
     }

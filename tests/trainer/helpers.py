@@ -60,8 +60,9 @@ class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def plan(**changes: Any) -> DPSGD:
-    """The usual plan: σ = 1, C = 1, key(7)."""
-    kwargs = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "key": key(7), **changes}
+    """The usual plan: σ = 1, C = 1, δ = 1e-5, key(7)."""
+    usual = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-5, "key": key(7)}
+    kwargs = {**usual, **changes}
     if kwargs.get("target_epsilon") is not None and "noise_multiplier" not in changes:
         del kwargs["noise_multiplier"]
     return DPSGD(**kwargs)
