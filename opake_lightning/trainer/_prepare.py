@@ -28,7 +28,7 @@ from opake_lightning.trainer._run import Run
 from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.optimizer import FunctionalOptimizer
-from opake_lightning.trainer.report import make_delta_legible, summary
+from opake_lightning.trainer.report import shorten_numbers, summary
 
 __all__ = ["configure", "refuse_replaced"]
 
@@ -47,6 +47,8 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     trainer = module.trainer
     run = module._dp or Run()
     run.settle()
+    # A checkpoint brings its own ledger, and the σ that was calibrated with it.
+    spent = Ledger() if trainer.ckpt_path else run.ledger
     loader: PoissonLoader | None = None
     steps: int | None = None
     mechanism: PrivateMechanism | NonPrivate
@@ -71,8 +73,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
             n_examples=loader.n_examples,
             batch_size=loader.batch_size,
             planned_steps=steps,
-            # A checkpoint brings its own ledger, and the σ that was calibrated with it.
-            spent=Ledger() if trainer.ckpt_path else run.ledger,
+            spent=spent,
         )
         mix, loader.untested = loader.rows_may_mix_before_the_loss, True
         mechanism = replace(mechanism, rows_may_mix_before_the_loss=mix)
@@ -81,7 +82,6 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         mechanism.check(params, steps)
         mechanism.check_optimizer(transformation, params)
     key = _common_key(trainer, plan)
-    spent_steps = run.ledger.n_steps
     private = isinstance(mechanism, PrivateMechanism)
     loss_fn = ModuleLoss(module, lambda: run.at_first_step, whole=not private)
     inputs = None if loader is None else inputs_of(transformation, loader)
@@ -95,9 +95,9 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         loader.follow(run.position, run.draw)
     require_equal(_common(run, mechanism, params))
     module._dp = run
-    make_delta_legible(trainer)
-    rank_zero_info(summary(mechanism, steps=steps, spent_steps=spent_steps))
-    return FunctionalOptimizer(run, params)
+    shorten_numbers(trainer)
+    rank_zero_info(summary(mechanism, steps=steps, spent=spent))
+    return FunctionalOptimizer.named(getattr(transformation, "name", ""))(run, params)
 
 
 def _planned_steps(trainer: pl.Trainer) -> int | None:

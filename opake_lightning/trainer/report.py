@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.utilities import rank_zero_info
 
-from opake_lightning.accounting import GaussianEvent
+from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.plan import NonPrivate, PrivateMechanism
 from opake_lightning.trainer.callbacks import PrivacyBudget
 
@@ -43,26 +45,32 @@ class PrivacySpent:
     plan: dict[str, Any]
 
 
-def summary(
-    mechanism: PrivateMechanism | NonPrivate, *, steps: int | None, spent_steps: int
-) -> str:
-    """The start-up lines."""
+def summary(mechanism: PrivateMechanism | NonPrivate, *, steps: int | None, spent: Ledger) -> str:
+    """The start-up lines of a fit of ``steps`` more steps, if that is known."""
     if isinstance(mechanism, NonPrivate):
         return "opake_lightning: NonPrivate() run, no clipping and no noise: ε = ∞."
     plan = mechanism.plan
     delta = plan.target_delta
-    target = "none (σ given)" if plan.target_epsilon is None else f"ε = {plan.target_epsilon:g}"
+    if plan.target_epsilon is not None:
+        cost = ("target", f"ε = {plan.target_epsilon:g} at δ = {delta:g}")
+    elif not steps:
+        cost = ("ε", f"grows with every step, stated at δ = {delta:g}")
+    else:
+        event = mechanism.event
+        # Any other costs the whole of its horizon from the first step on.
+        whole = spent.spend(event, steps if isinstance(event, GaussianEvent) else 1)
+        cost = ("projected ε", f"{_shown(whole.epsilon(delta))} at δ = {delta:g}")
     clipping = mechanism.clipping
     rows = [
         *mechanism.rows(),
         ("clipping norm C", clipping if isinstance(clipping, str) else f"{clipping:g}"),
         ("planned steps", "open-ended" if steps is None else f"{steps}"),
-        ("target", f"{target} at δ = {delta:g}"),
+        cost,
     ]
     if mechanism.rows_may_mix_before_the_loss:
         rows.append(("rows", "may mix before the loss, in collate_fn or batch hooks"))
-    if spent_steps:
-        rows.append(("spent before", f"{spent_steps} steps"))
+    if spent.n_steps:
+        rows.append(("spent before", f"{spent.n_steps} steps"))
     lines = [f"  {name:<19} {value}" for name, value in rows]
     if mechanism.rows_may_mix_before_the_loss:
         lines.append(
@@ -106,8 +114,10 @@ class Meter:
             self._epsilon, self._valid_to = ledger.epsilon(run.delta), run.ledger.n_steps + ahead
         self._epoch = epoch
         shown: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
-        module.log("privacy/epsilon", self._epsilon, prog_bar=True, **shown)
-        module.log("privacy/delta", run.delta, prog_bar=True, **shown)
+        module.log("privacy/epsilon", self._epsilon, **shown)
+        module.log("privacy/delta", run.delta, **shown)
+        # Of the bars alone, and short: they fit in one line of 80 columns.
+        trainer._logger_connector._progress_bar_metrics["ε"] = _shown(self._epsilon)
 
     def finish(self, run: Run, trainer: Any) -> None:
         """Leave the exact value, whatever ended the fit."""
@@ -118,6 +128,14 @@ class Meter:
         trainer.callback_metrics.update({name: torch.tensor(last[name]) for name in last})
         if not every or trainer.global_step % every:  # else a logger has it
             trainer._logger_connector.log_metrics(last, step=trainer.global_step - 1)
+        if not _mechanism(run).private:
+            return
+        epsilon, saved = last["privacy/epsilon"], trainer.checkpoint_callback
+        path, target = getattr(saved, "best_model_path", ""), run.plan.get("target_epsilon")
+        rank_zero_info(
+            f"opake_lightning: private: ε = {epsilon:.5g}{f' of {target:g}' if target else ''} at "
+            f"δ = {run.delta:g}, {run.ledger.n_steps} steps{f'; checkpoint {path}' if path else ''}"
+        )
 
 
 def _steps_ahead(run: Run, trainer: Any) -> int:
@@ -136,13 +154,18 @@ def _steps_ahead(run: Run, trainer: Any) -> int:
     return max(int(min(ahead)), 0)
 
 
+def _shown(epsilon: float) -> str:
+    """Two decimals, rounded up: a bound stays one."""
+    return f"{math.ceil(100 * epsilon - 1e-6) / 100:.2f}" if math.isfinite(epsilon) else "∞"
+
+
 def _mechanism(run: Run) -> PrivateMechanism | NonPrivate:
     assert run.mechanism is not None
     return run.mechanism
 
 
-def make_delta_legible(trainer: pl.Trainer) -> None:
-    """Show four significant digits in a rich bar, whose three decimals make δ = 1e-5 read 0.000."""
+def shorten_numbers(trainer: pl.Trainer) -> None:
+    """Four significant digits in a rich bar: three decimals of a version number take a line."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == ".3f":
         # The default theme is one object for all bars, so it is replaced, not changed.

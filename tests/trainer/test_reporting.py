@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 import re
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from opake_lightning import DPModule, NonPrivate, PrivacyBudget
 from opake_lightning.accounting import process
 from opake_lightning.optimizers import sgd
 from opake_lightning.scheduling import cosine_schedule, linear_schedule, with_warmup
+from opake_lightning.trainer import report
 from tests.trainer.helpers import (
     N_EXAMPLES,
     Net,
@@ -31,6 +33,7 @@ from tests.trainer.helpers import (
     make_loader,
     make_trainer,
     plan,
+    saver,
 )
 
 
@@ -80,7 +83,7 @@ def test_logged_rate_is_the_applied_rate(tmp_path, schedule):
         callbacks=[LearningRateMonitor(logging_interval="step")],
     )
     trainer.fit(module, make_loader(batch_size=N_EXAMPLES))
-    logged = [float(row["lr-FunctionalOptimizer"]) for row in rows(logger, "lr-FunctionalOpt")]
+    logged = [float(row["lr-sgd"]) for row in rows(logger, "lr-sgd")]
     assert logged == pytest.approx([schedule(step) for step in range(10)], rel=1e-6)
     assert module.moves == pytest.approx([-rate for rate in logged], rel=1e-6, abs=1e-12)
 
@@ -161,7 +164,7 @@ def test_epsilon_is_evaluated_once_for_each_interval(tmp_path, monkeypatch, ever
     fit(tmp_path, log_every_n_steps=every, max_epochs=15)  # 60 steps
     interval = every or 50
     assert set(evaluated) == {*range(interval, 60, interval), 60}
-    assert len(evaluated) <= len(set(evaluated)) + 1  # once more as the fit ends
+    assert len(evaluated) <= len(set(evaluated)) + 2  # once more before the fit, and as it ends
 
 
 @pytest.mark.parametrize(
@@ -203,15 +206,65 @@ def test_a_second_fit_shows_what_both_have_spent(tmp_path):
 @pytest.mark.parametrize(
     ("bar", "shown"),
     [
-        (TQDMProgressBar, r"privacy/epsilon=\d\.\d+, privacy/delta=1e-5"),
-        (RichProgressBar, r"privacy/epsilon: \d\.\d+\s+privacy/delta: 1e-05"),
+        (TQDMProgressBar, "ε="),
+        (RichProgressBar, "ε: "),
     ],
 )
-def test_progress_bars_show_epsilon_and_delta(tmp_path, capsys, monkeypatch, bar, shown):
-    monkeypatch.setenv("COLUMNS", "200")
-    fit(tmp_path, enable_progress_bar=True, callbacks=[bar()])
+@pytest.mark.parametrize(
+    ("privacy", "last"), [(plan(target_epsilon=3.0), 3.0), (plan(), epsilon_after(8))]
+)
+def test_bars_show_epsilon_in_one_line_of_80_columns(
+    tmp_path, capsys, monkeypatch, bar, shown, privacy, last
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    logger = CSVLogger(tmp_path)  # whose version is in the bar, too
+    fit(tmp_path, Net(privacy), enable_progress_bar=True, callbacks=[bar()], logger=logger)
     terminal = "".join(capsys.readouterr())
-    assert re.search(shown, terminal), terminal[-500:]
+    told = f"{shown}{report._shown(last)}"
+    lines = [line for line in re.split(r"[\r\n]", terminal) if told in line]
+    assert lines, terminal[-500:]
+    assert all("Epoch 1" in line and "4/4" in line for line in lines[-1:])
+    assert "delta" not in terminal
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "shown"),
+    [
+        (2.9997, "3.00"),
+        (3.0, "3.00"),
+        (2.981, "2.99"),
+        (1e-4, "0.01"),
+        (0.0, "0.00"),
+        (math.inf, "∞"),
+    ],
+)
+def test_two_decimals_are_rounded_up(epsilon, shown):
+    assert report._shown(epsilon) == shown
+
+
+def test_the_last_line_tells_what_was_spent(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        _, net = fit(tmp_path, Net(plan(target_epsilon=3.0)), callbacks=[saver(tmp_path)])
+        fit(tmp_path / "b", Net(plan()))
+    told = re.findall(r"opake_lightning: private: (.*)", caplog.text)
+    epsilon = net.privacy_spent().epsilon
+    saved = tmp_path / "step=6.ckpt"
+    assert told[0] == f"ε = {epsilon:.5g} of 3 at δ = 1e-05, 8 steps; checkpoint {saved}"
+    assert told[1] == f"ε = {epsilon_after(8):.5g} at δ = 1e-05, 8 steps"
+
+
+def test_the_first_lines_project_what_a_planned_run_will_spend(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        _, net = fit(tmp_path, Net(plan()))
+        fit(tmp_path, net)
+        fit(tmp_path, Net(plan()), max_epochs=-1, callbacks=[PrivacyBudget(5.0, 1e-5)])
+    told = re.findall(r"^  (projected ε|ε)  +(.*)$", caplog.text, re.MULTILINE)
+    first, second = (report._shown(epsilon_after(n)) for n in (8, 16))
+    assert told == [
+        ("projected ε", f"{first} at δ = 1e-05"),
+        ("projected ε", f"{second} at δ = 1e-05"),
+        ("ε", "grows with every step, stated at δ = 1e-05"),
+    ]
 
 
 def test_summary_names_the_numbers_of_the_run(tmp_path, caplog):

@@ -192,7 +192,7 @@ def test_a_run_writes_its_key_to_full_checkpoints_alone(name, tmp_path, capfd, c
     assert any("tfevents" in file.name for file in tmp_path.rglob("*"))
     out, err = capfd.readouterr()
     shown = "".join([out, err, caplog.text, *said, *(str(w.message) for w in warned)])
-    assert "epsilon" in out + err  # the bar was there
+    assert "ε" in out + err  # the bar was there
     assert "private run" in caplog.text
     assert "the loss of the user" in shown
     assert found_in(shown, *keys) == []
