@@ -86,7 +86,7 @@ class RngKey:
         if type(self.bits) is not int:
             raise TypeError(f"a key's bits are an int, not a {type(self.bits).__name__}")
         if self.bits >> _BITS:
-            raise ValueError("a key has 128 bits, and no sign")
+            raise ValueError("a key must be in [0, 2¹²⁸)")
 
     def __repr__(self) -> str:
         """Hide the bits: a repr ends up in logs and hyperparameter files."""

@@ -8,7 +8,7 @@ float will do wherever a schedule is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, cast, final
 
@@ -250,6 +250,11 @@ def as_schedule(name: str, value: Any) -> Schedule:
     """``value`` if it is callable, else the constant schedule of it; ``name`` is for the error."""
     if callable(value):
         return cast("Schedule", value)
+    if isinstance(value, Iterator):  # as module.parameters() is
+        raise TypeError(
+            f"{name} must be a number or a schedule, got a {type(value).__name__}: a functional "
+            "optimizer is made without parameters, as adamw(lr=1e-3), and is handed them later"
+        )
     return _Constant(_check.non_negative(name, value))
 
 

@@ -85,7 +85,7 @@ def of(sampling: str, **changes: Any) -> Any:
         (
             {"strategy": LAMBDA, "sampling": "cyclic_poisson"},
             PrivacyError,
-            r"'cyclic_poisson' .*lambda_cgd\(lam=0\.9.* not banded.*fixed_partition.*band_mf",
+            r"'cyclic_poisson'.*lambda_cgd\(lam=0\.9.* not banded.*fixed_partition.*band_mf",
         ),
         (
             {"strategy": BLT, "sampling": "cyclic_poisson"},
@@ -95,12 +95,12 @@ def of(sampling: str, **changes: Any) -> Any:
         (
             {"strategy": bisr_strategy(4), "sampling": "b_min_sep"},
             PrivacyError,
-            r"'b_min_sep' .*bisr\(bandwidth=4.* is not banded",
+            r"'b_min_sep'.*bisr\(bandwidth=4.* is not banded",
         ),
         (
             {"second_moment_strategy": BLT, "sampling": "cyclic_poisson"},
             PrivacyError,
-            r"; blt\(n_buffers=2.* is not banded",
+            r" and blt\(n_buffers=2.* is not banded",
         ),
         # Simulated is one strategy.
         (

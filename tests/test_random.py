@@ -94,8 +94,8 @@ def test_a_fresh_key_does_not_come_from_a_global_seed():
     [
         (lambda: key(-1), ValueError, "seed must be >= 0, got -1"),
         (lambda: key(1.0), TypeError, r"seed must be an int, got 1\.0"),
-        (lambda: RngKey(-1), ValueError, "a key has 128 bits, and no sign"),
-        (lambda: RngKey(2**128), ValueError, "a key has 128 bits"),
+        (lambda: RngKey(-1), ValueError, "a key must be in"),
+        (lambda: RngKey(2**128), ValueError, "a key must be in"),
         (lambda: fold_in(key(1), -1), ValueError, "data must be >= 0, got -1"),
         (lambda: fold_in(7, 1), TypeError, "expected an RngKey, got a int"),
         (

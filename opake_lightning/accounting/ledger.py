@@ -49,7 +49,7 @@ class Ledger:
     def __post_init__(self) -> None:
         runs = [run for run, _ in self.horizons]
         if len(set(runs)) != len(runs):
-            raise PrivacyError("a ledger holds one whole run twice; give the second another start")
+            raise PrivacyError("duplicate horizon in a ledger: use another start= for the second")
         for run, done in self.horizons:
             if _check.at_least("steps done", done, 1) > run.n_steps:
                 raise PrivacyError(

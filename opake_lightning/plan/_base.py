@@ -38,6 +38,21 @@ __all__ = [
 PlainDict: TypeAlias = dict[str, str | int | float | None]
 
 
+# What other libraries call the options of a plan.
+_ELSEWHERE = {
+    "max_grad_norm": "clipping_norm=",
+    "l2_norm_clip": "clipping_norm=",
+    "sigma": "noise_multiplier=",
+    "noise": "noise_multiplier=",
+    "epsilon": "target_epsilon=",
+    "delta": "target_delta=",
+    "sample_rate": "the loader's batch_size / len(dataset)",
+    "batch_size": "the loader's batch_size",
+    "epochs": "the trainer's max_epochs",
+    "secure_mode": "always on: noise on the CPU is from an AES-256 keystream",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivatePlan(ABC):
     """The options of every private plan; each plan explains them."""
@@ -56,6 +71,14 @@ class PrivatePlan(ABC):
     private: ClassVar[bool] = True
     # Whether the noise is made for a number of steps that must be known when the run begins.
     needs_horizon: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Name ours where a name of another library is given."""
+        del args
+        for name, ours in _ELSEWHERE.items():
+            if name in options:
+                raise TypeError(f"{cls.__name__} has no {name}=; it is {ours} here")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every argument."""

@@ -208,10 +208,9 @@ def _check_pairing(plan: DPFTRL) -> None:
     if sampling in BANDED and plan.bands is None:
         wide = [s.describe() for s in (plan.strategy, second) if s is not None and s.bands is None]
         raise PrivacyError(
-            f"sampling={sampling!r} draws an example again and again at random, which the "
-            f"accounting covers only for banded strategies, whose noise forgets what is far back; "
-            f"{' and '.join(wide)} is not banded. Use sampling='fixed_partition' (or "
-            "'balls_in_bins', which is amplified), or a banded strategy: band_mf_strategy, "
+            f"sampling={sampling!r}: amplification by random draws is known only for banded "
+            f"strategies, and {' and '.join(wide)} is not banded. Use sampling='fixed_partition' "
+            "(or 'balls_in_bins', which is amplified), or a banded strategy: band_mf_strategy, "
             "bsr_strategy, identity_strategy"
         )
     if sampling in _MONTE_CARLO and second is not None and second != plan.strategy:

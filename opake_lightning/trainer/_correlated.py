@@ -12,8 +12,8 @@ from opake_lightning.step import Step, StepState
 __all__ = ["TORN", "Remembering", "require_whole", "whole"]
 
 TORN = (
-    "the run was interrupted while noise was being added, and what the noise of the next steps "
-    "must take back is lost"
+    "the run was interrupted while noise was being added, and the noise that the next steps would "
+    "subtract is lost"
 )
 
 

@@ -235,7 +235,7 @@ def bits_name(name: str) -> str:
 
 def _stem(name: str) -> str:
     if not (name.isalnum() and name.isascii()):
-        raise CheckpointError(f"{name!r} is no name of a run; the checkpoint is damaged")
+        raise CheckpointError(f"corrupt checkpoint: bad journal id {name!r}")
     return f"opake-{name}"
 
 

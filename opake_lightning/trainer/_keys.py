@@ -98,7 +98,7 @@ def key_of(saved: dict[str, Any], plan: Any, *, forked: bool) -> RngKey:
     """
     values, words = saved["state"], saved["words"]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise CheckpointError(f"a checkpoint's words must be strings, got {words!r}; it is damaged")
+        raise CheckpointError(f"corrupt checkpoint: bad key derivation {words!r}")
     stored = plan.key_in_checkpoint and saved["holds_keys"]
     if stored:
         found = {path: value for path, value in values.items() if path == _NOISE_KEY}

@@ -22,6 +22,7 @@ from opake_lightning.trainer._refusals import (
     check_loader,
     check_module,
     check_reloading,
+    check_signature,
     check_trainer,
 )
 from opake_lightning.trainer._run import Run
@@ -59,6 +60,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         check_reloading(trainer, plan)
         check_hooks(module)
         check_module(module)
+        check_signature(module)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
         loader = check_loader(trainer.train_dataloader)
@@ -149,8 +151,8 @@ def _functional(returned: Any) -> GradientTransformation:
         if len(returned) == 1:
             return _functional(returned[0])
         raise PrivacyError(
-            f"configure_optimizers returned {len(returned)} things; a private run has one "
-            "functional optimizer, and its learning-rate schedule is an argument of it: "
+            f"configure_optimizers returned {len(returned)} objects; return one functional "
+            "optimizer, whose learning-rate schedule is an argument of it: "
             "adamw(lr=schedule)"
         )
     if isinstance(returned, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import io
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "check_loader",
     "check_module",
     "check_reloading",
+    "check_signature",
     "check_trainer",
     "is_refused",
 ]
@@ -106,6 +108,22 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """
     for complaint in _trainer_complaints(trainer):
         raise PrivacyError(complaint)
+
+
+def check_signature(module: Any) -> None:
+    """Refuse a loss that is not called with a batch alone.
+
+    Raises:
+        TypeError: With the signature that it should have.
+    """
+    loss = module.per_example_loss
+    try:
+        inspect.signature(loss).bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"per_example_loss of {type(module).__name__} cannot be called with a batch alone "
+            f"({error}); define it as per_example_loss(self, batch)"
+        ) from None
 
 
 def check_reloading(trainer: Any, plan: DPSGD | DPFTRL) -> None:
@@ -368,8 +386,9 @@ def check_loader(loader: Any) -> PoissonLoader:
         )
     if isinstance(loader, (dict, list, tuple)):
         raise PrivacyError(
-            f"{len(loader)} training loaders were given; a private run has one, whose draws are "
-            "accounted for. Join the datasets with torch.utils.data.ConcatDataset"
+            f"got a {type(loader).__name__} of {len(loader)} training loaders; a private run has "
+            "one, whose draws are accounted for: pass the DataLoader itself, of several datasets "
+            "over their torch.utils.data.ConcatDataset"
         )
     raise PrivacyError(
         f"the training loader is an ordinary {type(loader).__name__}, whose batches are not Poisson"

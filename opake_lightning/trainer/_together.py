@@ -73,8 +73,8 @@ def refuse_to_meet_again() -> None:
     """
     if _left_because:
         raise RuntimeError(
-            f"this process has left its group of ranks ({_left_because[0]}), and ranks that failed "
-            "do not find together again; start the processes anew, and resume from the last "
+            f"this process has left its process group ({_left_because[0]}), and a failed process "
+            "group cannot be re-initialised; restart all processes, and resume from the last "
             "checkpoint with ckpt_path="
         )
 
@@ -198,7 +198,7 @@ class _Words:
         if not self.gone:
             return "the ranks lost each other, though all of them are there"
         named = " and ".join(f"rank {rank}" for rank in self.gone)
-        return f"{named} left without a word (stopped, killed, cut off) or does not answer"
+        return f"{named} exited without an error (stopped, killed, cut off) or does not answer"
 
     def _listen(self) -> None:
         for rank in self.others:

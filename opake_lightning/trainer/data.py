@@ -379,7 +379,7 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
     if not plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         chosen = loader.batch_sampler if plain else sampler
         raise PrivacyError(
-            f"the training DataLoader uses {type(chosen).__name__} to choose its examples, but the "
-            "privacy accounting assumes that each is drawn independently with rate "
+            f"the training DataLoader samples with {type(chosen).__name__}, but the privacy "
+            "accounting assumes that each example is drawn independently with rate "
             "batch_size / len(dataset); leave sampler and batch_sampler out and set batch_size="
         )

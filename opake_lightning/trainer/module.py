@@ -384,7 +384,16 @@ def _wrap_configure(name: str, original: Callable[..., Any]) -> Callable[..., An
     del name
 
     def configure_optimizers(self: Any) -> Any:
-        return configure(self, original(self))
+        try:
+            returned = original(self)
+        except TypeError as error:
+            if "multiple values for argument 'lr'" not in str(error):
+                raise
+            raise TypeError(
+                f"{error}: a functional optimizer is made without self.parameters(), as "
+                "adamw(lr=1e-3), and is handed them later"
+            ) from error
+        return configure(self, returned)
 
     return configure_optimizers
 

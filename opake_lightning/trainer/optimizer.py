@@ -70,7 +70,8 @@ class FunctionalOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The run's state: tensors and plain values, the key among them."""
-        return {"opake_lightning": self._run.state_dict()}
+        # With the entries that torch's own optimizers look for, which then say that they differ.
+        return {"state": {}, "param_groups": [], "opake_lightning": self._run.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume the run.

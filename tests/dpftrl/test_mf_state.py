@@ -147,7 +147,7 @@ def damaged(state: MFNoiseState, **changes: Any) -> MFNoiseState:
         ({"step": 1}, "no run has that begins at step 2"),
         ({"square_share": 1.0}, "no run has"),
         ({"square_share": float("nan")}, "no run has"),
-        ({"buffers": {}}, "remembers \\[\\], but this noise function \\['gradient'\\]"),
+        ({"buffers": {}}, "has buffers \\[\\], expected \\['gradient'\\]: memory= differs"),
         ({"numbers": {}}, "other numbers for the strategy of the gradient"),
         ({"buffers": {"gradient": {"w": torch.zeros(3, 3)}}}, "another structure or other shapes"),
         ({"buffers": {"gradient": {"v": torch.zeros(4, 3)}}}, "another structure or other shapes"),

@@ -425,7 +425,7 @@ def test_garbage_is_no_count(content, tmp_path):
 
 
 def test_a_name_leads_nowhere_else(tmp_path):
-    with pytest.raises(CheckpointError, match="no name of a run"):
+    with pytest.raises(CheckpointError, match="corrupt checkpoint: bad journal id"):
         recorded("../../etc/passwd", [tmp_path])
 
 

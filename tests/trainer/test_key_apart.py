@@ -158,7 +158,7 @@ def test_no_key_is_refused(path, how):
     [
         ("words", [], "key of the plan is not the one"),
         ("words", ["run 0"], "key of the plan is not the one"),
-        ("words", None, "words must be strings"),
+        ("words", None, "corrupt checkpoint: bad key derivation"),
         ("key_digest", OTHER.digest(), "key of the plan is not the one"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_rank_that_fails_ends_all(tmp_path, way, how):
     if how == "raise":
         assert "ValueError: the loss of the user" in output, output[-4000:]
     else:  # what watches the processes may be faster than rank 0 in saying so
-        told = "left without a word", "terminated with code 3", "exit code 3", "exitcode: 3"
+        told = "exited without an error", "terminated with code 3", "exit code 3", "exitcode: 3"
         assert any(words in output for words in told), output[-4000:]
     assert not list(tmp_path.glob("rank*.pt"))
 

@@ -224,7 +224,7 @@ def test_losses_without_a_gradient_on_one_rank_end_all_before_a_step(failed):
 @pytest.mark.parametrize("way", ["kill0", "kill1", "exit1"])
 def test_a_rank_that_is_killed_is_named(failed, way):
     at = int(way[-1])
-    ends(failed[way], at=at, with_word=f"rank {at} left without a word", alive=False)
+    ends(failed[way], at=at, with_word=f"rank {at} exited without an error", alive=False)
 
 
 def test_a_save_that_fails_on_rank_0_fails_on_all(failed):

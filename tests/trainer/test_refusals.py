@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -32,6 +33,7 @@ from torch.utils.data import (
 from opake_lightning import DPSGD, DPMixin, DPModule, OpakeDDP, PoissonLoader, PrivacyError
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.random import key
+from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
 
 
@@ -243,25 +245,25 @@ def weighted():
     ("loaders", "match"),
     [
         (lambda: DataLoader(Stream(), batch_size=6), "Stream is an IterableDataset.*map-style"),
-        (weighted, "uses WeightedRandomSampler.*leave sampler and batch_sampler out"),
+        (weighted, "samples with WeightedRandomSampler.*leave sampler and batch_sampler out"),
         (
             lambda: DataLoader(Points(), batch_size=6, sampler=SubsetRandomSampler(range(9))),
-            "uses SubsetRandomSampler",
+            "samples with SubsetRandomSampler",
         ),
         (
             lambda: DataLoader(
                 Points(), batch_size=6, sampler=RandomSampler(Points(), replacement=True)
             ),
-            "uses RandomSampler",
+            "samples with RandomSampler",
         ),
         (
             lambda: DataLoader(
                 Points(),
                 batch_sampler=type("Mine", (BatchSampler,), {})(RandomSampler(Points()), 6, False),
             ),
-            "uses Mine",
+            "samples with Mine",
         ),
-        (lambda: DataLoader(Points(), batch_size=None), "uses .* to choose its examples"),
+        (lambda: DataLoader(Points(), batch_size=None), "samples with .*set batch_size="),
         (Points, "training loader is a Points.*DataLoader or PoissonLoader"),
         (lambda: [make_loader(), make_loader()], "2 training loaders.*ConcatDataset"),
         (lambda: {"a": make_loader(), "b": make_loader()}, "2 training loaders.*ConcatDataset"),
@@ -365,8 +367,8 @@ def test_automatic_optimization():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda n: [sgd(0.1), sgd(0.1)], "returned 2 things.*one functional"),
-        (lambda n: ([sgd(0.1)], []), "returned 2 things"),
+        (lambda n: [sgd(0.1), sgd(0.1)], "returned 2 objects.*one functional"),
+        (lambda n: ([sgd(0.1)], []), "returned 2 objects"),
         (
             lambda n: {"optimizer": sgd(0.1), "lr_scheduler": None},
             "torch LR schedulers.*cosine_schedule",
@@ -377,7 +379,7 @@ def test_automatic_optimization():
                 [opt := torch.optim.SGD(n.parameters(), lr=0.1)],
                 [torch.optim.lr_scheduler.StepLR(opt, 1)],
             ),
-            "returned 2 things.*schedule is an argument",
+            "returned 2 objects.*schedule is an argument",
         ),
         (lambda n: None, "returned None.*functional optimizer"),
     ],
@@ -505,3 +507,63 @@ def test_stepping_by_hand(tmp_path):
 def test_arguments_of_the_wrapper_that_is_not_used():
     with pytest.raises(PrivacyError, match=r"does not wrap.*find_unused_parameters"):
         OpakeDDP(find_unused_parameters=True)
+
+
+# -- names and habits of other libraries -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("max_grad_norm", "clipping_norm="),
+        ("noise", "noise_multiplier="),
+        ("epsilon", "target_epsilon="),
+        ("delta", "target_delta="),
+        ("sample_rate", "batch_size"),
+    ],
+)
+@pytest.mark.parametrize("make", [plan, mf_plan])
+def test_names_of_other_libraries(make, name, ours):
+    with pytest.raises(TypeError, match=rf"has no {name}=; it is .*{ours}"):
+        make(**{name: 1.0})
+
+
+@pytest.mark.parametrize("how", [{}, {"lr": 1e-3}])
+def test_an_optimizer_that_is_given_the_parameters(how, tmp_path):
+    class Usual(Net):
+        def configure_optimizers(self) -> Any:
+            return adamw(self.parameters(), **how)
+
+    with pytest.raises(TypeError, match=r"is made without .*parameters.*adamw\(lr=1e-3\)"):
+        make_trainer(tmp_path).fit(Usual(), make_loader())
+
+
+def test_a_loss_with_the_arguments_of_a_training_step(tmp_path):
+    class Usual(Net):
+        def per_example_loss(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            return super().per_example_loss(batch)
+
+    module = Usual()
+    with pytest.raises(TypeError, match=r"batch_idx.*per_example_loss\(self, batch\)"):
+        make_trainer(tmp_path).fit(module, make_loader())
+    assert module.privacy_spent().n_steps == 0
+
+
+def test_a_plain_module_is_given_a_private_checkpoint(tmp_path):
+    class Plain(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net().net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Net(), make_loader())
+    trainer.save_checkpoint(tmp_path / "private.ckpt")
+    plain = make_trainer(tmp_path, strategy="auto")
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        plain.fit(Plain(), make_loader(), ckpt_path=tmp_path / "private.ckpt", weights_only=True)

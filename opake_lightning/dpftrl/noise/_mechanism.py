@@ -277,9 +277,9 @@ class MFNoise:
         kept = {name for name, stream in self._streams.items() if stream.rows}
         if set(state.buffers) != kept:
             raise CheckpointError(
-                f"the noise state remembers {sorted(state.buffers)}, but this noise function "
-                f"{sorted(kept)}: it has another memory= setting, and what was not kept up to date "
-                "would give other noise than is accounted for"
+                f"the noise state has buffers {sorted(state.buffers)}, expected {sorted(kept)}: "
+                "memory= differs, and a buffer that was not kept up to date would give other noise "
+                "than is accounted for"
             )
         paired = self.second_moment_strategy is not None and state.step > self._start
         if paired and state.square_share != (self._share or state.square_share or math.nan):
@@ -364,10 +364,10 @@ class _NoiseStream:
 def _require_share(state: MFNoiseState, share: tuple[int, int]) -> None:
     if state.share not in ((0, 1), share):
         raise CheckpointError(
-            f"what the noise must take back is here for the coordinates of rank {state.share[0]} "
-            f"of {state.share[1]} only, and the others are needed (this is rank {share[0]} of "
-            f"{share[1]}): go on with as many ranks, let all of them call the noise function's "
-            "whole(state) before they save or part, or resume from the last checkpoint"
+            f"noise buffers are sharded over {state.share[1]} ranks, and this state holds shard "
+            f"{state.share[0]} (this is rank {share[0]} of {share[1]}): gather on all ranks first, "
+            "by the noise function's whole(state), go on with as many ranks, or resume from the "
+            "last checkpoint"
         )
 
 
