@@ -38,10 +38,10 @@ from opake_lightning.types import NoisedPytree, SecondMomentNoiseOutput
 __all__ = ["Inputs", "inputs_of", "release_bits", "weights_digest"]
 
 _ROWS = 8
-_RATES = [*range(1024), *(1 << n for n in range(10, 31))]
+_RATES = [*range(1024), *(1 << n for n in range(10, 21))]  # a schedule may count up to its step
 _COLUMNS = 4096
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = (int, float, str, bool, type(None))
+_PLAIN = (bool, int, float, str)
 
 
 @final
@@ -70,7 +70,7 @@ class Inputs:
         told = [
             f"the optimizer's {name} (checkpoint {theirs.get(name)!r}, now {ours.get(name)!r})"
             for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
+            if repr(ours.get(name)) != repr(theirs.get(name))  # NaN is NaN
         ]
         if self.rates != saved["rates"]:
             told.append("the learning rates")
@@ -137,7 +137,9 @@ def _rates(schedule: Any) -> str:
 
 def _settings(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """All numbers and words that ``value`` was made with, with a name for each."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, np.generic):
+        value = value.item()  # a checkpoint that holds one of numpy's loads only with pickle
+    if value is None or isinstance(value, _PLAIN):
         yield path, value
         return
     if id(value) in seen:
@@ -208,7 +210,7 @@ def _bytes_of(value: Any) -> bytes:
         return repr((array.dtype.str, array.shape)).encode() + array.tobytes()
     if isinstance(value, bytes):
         return value
-    if isinstance(value, (*_PLAIN, complex)):
+    if value is None or isinstance(value, (*_PLAIN, complex)):
         return repr(value).encode()
     if hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of PIL
         return repr(value.size).encode() + value.tobytes()

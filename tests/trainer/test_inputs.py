@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -201,6 +202,20 @@ def test_every_number_of_an_optimizer_is_compared(one, other):
     saved = inputs_of(one, data).saved(live)
     assert inputs_of(one, data).changed(saved, live) == []
     assert inputs_of(other, data).changed(saved, live)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.9), np.float32(0.5), math.nan, True, 3])
+def test_settings_are_plain_numbers_that_equal_themselves(value):
+    def made() -> Any:
+        def update(grads: Any) -> Any:
+            return value, grads
+
+        return torchopt.base.GradientTransformation(lambda params: params, update)
+
+    saved = inputs_of(made(), loader()).saved(key(7))
+    (setting,) = saved["settings"].values()
+    assert type(setting) in (bool, int, float)
+    assert inputs_of(made(), loader()).changed(saved, key(7)) == []
 
 
 class Rows(Points):
