@@ -264,7 +264,7 @@ def test_sigterm_ends_all_wherever_it_finds_them(failed):
 def test_ranks_that_failed_are_started_anew(failed):
     for result in failed["twice1"].values():
         assert "ValueError: the loss of the user" in result["again"]
-        assert "start the processes anew" in result["again"]
+        assert "restart all processes" in result["again"]
 
 
 def test_ranks_go_on_from_one_checkpoint(failed):
