@@ -54,6 +54,7 @@ A file without a readable slot raises :class:`~opake_lightning.errors.Checkpoint
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import os
 import secrets
@@ -246,16 +247,19 @@ def recorded(name: str, directories: Iterable[Path | str]) -> Spending | None:
         CheckpointError: If a record is there and holds no whole line.
     """
     found: Spending | None = None
+    pattern = file_name(name, "*")
     for directory in {os.path.realpath(directory) for directory in directories}:
-        for path in Path(directory).glob(file_name(name, "*")):
-            try:
-                content = path.read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise CheckpointError(
-                    f"the record of released steps {path} cannot be read: {error}"
-                ) from error
+        if not os.path.isdir(directory):
+            continue
+        try:
+            # Not by Path.glob, for which a directory that may not be listed is an empty one.
+            files = fnmatch.filter(os.listdir(directory), pattern)
+            contents = {path: path.read_bytes() for path in map(Path(directory).joinpath, files)}
+        except OSError as error:
+            raise CheckpointError(
+                f"the record of released steps in {directory} cannot be read: {error}"
+            ) from error
+        for path, content in contents.items():
             found = later(found, _latest(path, content))
     return found
 

@@ -139,6 +139,18 @@ def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path):
         recorded(name, [tmp_path])
 
 
+def test_a_directory_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    def denied(path: str) -> list[str]:
+        raise PermissionError(path)
+
+    journal = kept(tmp_path, 3)
+    monkeypatch.setattr("os.listdir", denied)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        recorded(journal.name, [tmp_path])
+    monkeypatch.undo()
+    assert recorded(journal.name, [tmp_path, tmp_path / "none"]) == spent(3)
+
+
 def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
     journal = kept(tmp_path / "a", 3)
     shutil.rmtree(tmp_path / "a")
