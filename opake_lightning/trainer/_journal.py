@@ -249,12 +249,12 @@ def recorded(name: str, directories: Iterable[Path | str]) -> Spending | None:
     found: Spending | None = None
     pattern = file_name(name, "*")
     for directory in {os.path.realpath(directory) for directory in directories}:
-        if not os.path.isdir(directory):
-            continue
+        names: list[str] = []
         try:
             # Not by Path.glob, for which a directory that may not be listed is an empty one.
-            files = fnmatch.filter(os.listdir(directory), pattern)
-            contents = {path: path.read_bytes() for path in map(Path(directory).joinpath, files)}
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                names = fnmatch.filter(os.listdir(directory), pattern)
+            contents = {path: path.read_bytes() for path in map(Path(directory).joinpath, names)}
         except OSError as error:
             raise CheckpointError(
                 f"the record of released steps in {directory} cannot be read: {error}"
