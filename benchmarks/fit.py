@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from opake_lightning import DPSGD, DPModule, NonPrivate, OpakeDDP
+from opake_lightning import DPSGD, DPModule, NonPrivate
 from opake_lightning.optimizers import adamw
 from opake_lightning.random import key
 from opake_lightning.trainer import PoissonLoader
@@ -149,8 +149,9 @@ def small(epochs: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for plan in (NonPrivate(), DPSGD(clipping_norm=CLIP, noise_multiplier=NOISE)):
         clock = _Clock()
-        trainer = _trainer(clock, max_epochs=epochs, strategy=OpakeDDP())
-        trainer.fit(Small(plan), DataLoader(data, batch_size=SIZE, shuffle=True))
+        trainer = _trainer(clock, max_epochs=epochs)  # a strategy would set the threads anew
+        plain = DataLoader(data, batch_size=SIZE, shuffle=True)
+        trainer.fit(Small(plan), PoissonLoader(data, SIZE) if plan.private else plain)
         seconds[type(plan).__name__] = clock.seconds
     return seconds
 

@@ -41,8 +41,7 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 # As large a block as glibc's malloc learns from (mallopt(3), M_MMAP_THRESHOLD): once it was given
 # back, up to twice as much stays with the process, and what a step frees the next one need not ask
 # the system for, page by page. Nothing is ever written to it, so it has no pages itself.
-_ = torch.empty((32 << 20) - (1 << 12), dtype=torch.uint8)
-del _
+torch.empty((32 << 20) - (1 << 12), dtype=torch.uint8)
 
 
 @final

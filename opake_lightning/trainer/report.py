@@ -123,18 +123,21 @@ class Meter:
         """Leave the exact value, whatever ended the fit."""
         if self._valid_to < 0:  # no step was made
             return
-        every = trainer.log_every_n_steps
-        last = {"privacy/epsilon": run.ledger.epsilon(run.delta), "privacy/delta": run.delta}
+        every, ledger = trainer.log_every_n_steps, run.ledger
+        # As a rule the last step was the one that the last evaluation was of.
+        known = ledger.n_steps == self._valid_to
+        epsilon = self._epsilon if known else ledger.epsilon(run.delta)
+        last = {"privacy/epsilon": epsilon, "privacy/delta": run.delta}
         trainer.callback_metrics.update({name: torch.tensor(last[name]) for name in last})
         if not every or trainer.global_step % every:  # else a logger has it
             trainer._logger_connector.log_metrics(last, step=trainer.global_step - 1)
         if not _mechanism(run).private:
             return
-        epsilon, saved = last["privacy/epsilon"], trainer.checkpoint_callback
-        path, target = getattr(saved, "best_model_path", ""), run.plan.get("target_epsilon")
+        path = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        target = run.plan.get("target_epsilon")
         rank_zero_info(
             f"opake_lightning: private: ε = {epsilon:.5g}{f' of {target:g}' if target else ''} at "
-            f"δ = {run.delta:g}, {run.ledger.n_steps} steps{f'; checkpoint {path}' if path else ''}"
+            f"δ = {run.delta:g}, {ledger.n_steps} steps{f'; checkpoint {path}' if path else ''}"
         )
 
 

@@ -22,8 +22,7 @@ def _linear(tape: Tape, func: Any, input: Tensor, weight: Any, bias: Any = None)
     if not tape.is_data(input) or tape.is_data(weight) or tape.is_data(bias) or weight.dim() != 2:
         raise NoRule
     # All places below each other: so the output is no view, and may be written to.
-    flat = input.dim() == 2
-    places = input if flat else input.reshape(-1, input.shape[-1])
+    places = input.reshape(-1, input.shape[-1])
     output = func(places, tape.value(weight), tape.value(bias))
 
     def weights(dy: Tensor) -> Gradients:
@@ -31,7 +30,7 @@ def _linear(tape: Tape, func: Any, input: Tensor, weight: Any, bias: Any = None)
 
     uses = [(weight, weights), (bias, partial(tape.summed, keep=1))]
     output = tape.record("linear", output, uses, input)
-    return output if flat else output.view(*input.shape[:-1], output.shape[-1])
+    return output.view(*input.shape[:-1], output.shape[-1])
 
 
 @rule_for(functional.bilinear)
