@@ -40,13 +40,13 @@ class Remembering:
         return self.noise_fn.across_ranks(grads, state, inplace=inplace)
 
 
-def whole(step: Step | None, state: StepState | None) -> StepState | None:
+def whole(step: Step, state: StepState) -> StepState:
     """``state`` with what all ranks remember; every rank must call it.
 
     Raises:
         CheckpointError: If the ranks are not together any more.
     """
-    if step is None or state is None or not isinstance(step.noise_fn, Remembering):
+    if not isinstance(step.noise_fn, Remembering):
         return state
     return replace(state, noise=step.noise_fn.noise_fn.whole(state.noise))
 

@@ -1,9 +1,11 @@
-"""What the steps of a run follow from, beside its plan and key.
+"""What the steps of a segment follow from, beside its key.
 
 The noise of one key and step may be added to one gradient only: the difference of two releases with
-the same noise has none. So a run goes on from a checkpoint with the inputs that it had, or with a
-new key. Compared are, always, and not only where steps are to be made again:
+the same noise has none. So a digest of the inputs is a part of the key, and a run goes on from a
+checkpoint with the inputs that it had, or with a new key. Compared are, always, and not only where
+steps are to be made again:
 
+- the plan: mechanism, clipping, noise, sampling, horizon;
 - every number that the optimizer was made with, and its learning rate at fixed steps: the first
   thousand, and powers of two from there on, so that a longer run is still the same;
 - a few rows of the data, if to fetch them twice gives the same;
@@ -30,12 +32,15 @@ import torch
 from torch import Tensor
 
 from opake_lightning._tree import layout_of, pack
+from opake_lightning.errors import CheckpointError
 from opake_lightning.random import RngKey, fold_in, key, seeded
+from opake_lightning.serialization import state_dict
 from opake_lightning.trainer._before_loss import read_rows
+from opake_lightning.trainer._keys import digest_of
 from opake_lightning.trainer.data import Indices, PoissonLoader
 from opake_lightning.types import NoisedPytree, SecondMomentNoiseOutput
 
-__all__ = ["Inputs", "inputs_of", "release_bits", "weights_digest"]
+__all__ = ["Inputs", "inputs_of", "name_of", "release_bits", "state_digest", "weights_digest"]
 
 _ROWS = 8
 _RATES = [*range(1024), *(1 << n for n in range(10, 21))]  # a schedule may count up to its step
@@ -50,34 +55,68 @@ class Inputs:
     """Inputs of one process.
 
     Attributes:
+        plan: The mechanism's fingerprint.
+        optimizer: What the optimizer is called.
         settings: What the optimizer was made with, by a name for each number.
         rates: Digest of its learning rates; "" if it hides them.
         rows: Digest of some rows of the data, not keyed, so never to be saved; "" if they cannot be
             compared.
     """
 
+    plan: dict[str, Any]
+    optimizer: str
     settings: dict[str, Any]
     rates: str
     rows: str
 
     def saved(self, live: RngKey) -> dict[str, Any]:
         """For a checkpoint of a run on this key."""
-        return {"settings": self.settings, "rates": self.rates, "rows": self._keyed(live)}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**own, "rows": self._keyed(live)}
+
+    def digest(self, before: RngKey, *others: object) -> str:
+        """For the entry that is folded into the key ``before``; public."""
+        return digest_of(sorted(self.saved(before).items()), *others)
+
+    def changed_plan(self, saved: Mapping[str, Any]) -> list[str]:
+        """What of the plan differs from a checkpoint's, in words.
+
+        Raises:
+            CheckpointError: If the optimizer is another one.
+        """
+        if saved.keys() != {field.name for field in dataclasses.fields(self)}:
+            raise CheckpointError(f"corrupt checkpoint: its inputs are {sorted(saved)}")
+        if saved["optimizer"] != self.optimizer:
+            raise CheckpointError(
+                f"the checkpoint was made with {saved['optimizer']}, this run uses "
+                f"{self.optimizer}; resume with the same optimizer, or start a new run from "
+                "the weights with load_from_checkpoint"
+            )
+        ours, theirs = self.plan, saved["plan"]
+        if ours.get("key") is None:
+            # No key asked for: the checkpoint's is as good as any.
+            ours, theirs = {**ours, "key": None}, {**theirs, "key": None}
+        return [
+            f"{'the digest of the key' if k == 'key' else k} "
+            f"(checkpoint {theirs.get(k)!r}, now {ours.get(k)!r})"
+            for k in sorted(ours.keys() | theirs.keys())
+            if ours.get(k) != theirs.get(k)
+        ]
 
     def changed(self, saved: Mapping[str, Any], live: RngKey) -> list[str]:
-        """What differs from a checkpoint of a run on this key, in words."""
+        """What else differs from a checkpoint of a run on this key, in words."""
         ours, theirs = self.settings, saved["settings"]
-        told = [
+        found = [
             f"the optimizer's {name} (checkpoint {theirs.get(name)!r}, now {ours.get(name)!r})"
             for name in sorted(ours.keys() | theirs.keys())
             if repr(ours.get(name)) != repr(theirs.get(name))  # NaN is NaN
         ]
         if self.rates != saved["rates"]:
-            told.append("the learning rates")
+            found.append("the learning rates")
         rows = self._keyed(live)
         if rows and saved["rows"] and rows != saved["rows"]:
-            told.append(f"the rows of the training data ({_ROWS} of them are compared)")
-        return told
+            found.append(f"the rows of the training data ({_ROWS} of them are compared)")
+        return found
 
     def _keyed(self, live: RngKey) -> str:
         if not self.rows:
@@ -86,10 +125,29 @@ class Inputs:
         return blake2b(self.rows.encode(), key=secret, digest_size=16).hexdigest()
 
 
-def inputs_of(optimizer: Any, loader: PoissonLoader) -> Inputs:
-    """What a run with ``optimizer`` on the rows of ``loader`` has; reads some of them."""
+def inputs_of(mechanism: Any, optimizer: Any, loader: PoissonLoader | None) -> Inputs:
+    """Inputs of a run on the rows of ``loader``, some of which are read.
+
+    Without a loader, as in a run that is not private, only plan and optimizer are told.
+    """
+    plan, name = dict(mechanism.fingerprint()), name_of(optimizer)
+    if loader is None:
+        return Inputs(plan, name, {}, "", "")
     settings = dict(_settings(optimizer, "", set()))
-    return Inputs(settings, _rates(getattr(optimizer, "lr", None)), _rows(loader))
+    return Inputs(plan, name, settings, _rates(getattr(optimizer, "lr", None)), _rows(loader))
+
+
+def name_of(optimizer: Any) -> str:
+    """What an optimizer is called in a checkpoint."""
+    return str(getattr(optimizer, "name", "") or f"a TorchOpt {type(optimizer).__name__}")
+
+
+def state_digest(state: Any) -> str:
+    """A checksum of a state's tensors and plain values; keys are left out."""
+    values = state_dict(state, keys=False)
+    tensors = {path: value for path, value in values.items() if isinstance(value, Tensor)}
+    plain = {path: value for path, value in values.items() if path not in tensors}
+    return digest_of(weights_digest(tensors), sorted(plain.items()))
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:

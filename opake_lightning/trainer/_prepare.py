@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from opake_lightning.accounting import Ledger
 from opake_lightning.distributed import require_equal, world_size
@@ -17,7 +16,10 @@ from opake_lightning.optimizers import GradientTransformation
 from opake_lightning.plan import NonPrivate, Plan, PrivateMechanism
 from opake_lightning.random import RngKey, fold_in, fresh_key
 from opake_lightning.trainer._inputs import inputs_of
+from opake_lightning.trainer._lifecycle import begin, begin_resumed
 from opake_lightning.trainer._loss import ModuleLoss
+from opake_lightning.trainer._past import Past
+from opake_lightning.trainer._record import RunRecord
 from opake_lightning.trainer._refusals import (
     check_loader,
     check_module,
@@ -25,7 +27,7 @@ from opake_lightning.trainer._refusals import (
     check_signature,
     check_trainer,
 )
-from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._run import Fit
 from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.optimizer import FunctionalOptimizer
@@ -46,10 +48,10 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
             f"configure_privacy must return DPSGD(...), DPFTRL(...) or NonPrivate(), got {plan!r}"
         )
     trainer = module.trainer
-    run = module._dp or Run()
-    run.settle()
+    past = module._dp.past() if module._dp else Past(RunRecord(""))
+    resuming = bool(trainer.ckpt_path)
     # A checkpoint brings its own ledger, and the σ that was calibrated with it.
-    spent = Ledger() if trainer.ckpt_path else run.ledger
+    spent = Ledger() if resuming else past.record.knowing(past.since).ledger
     loader: PoissonLoader | None = None
     steps: int | None = None
     mechanism: PrivateMechanism | NonPrivate
@@ -83,19 +85,23 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     if isinstance(mechanism, PrivateMechanism):
         mechanism.check(params, steps)
         mechanism.check_optimizer(transformation, params)
-    key = _common_key(trainer, plan)
     private = isinstance(mechanism, PrivateMechanism)
     loss_fn = ModuleLoss(module, lambda: run.at_first_step, whole=not private)
-    inputs = None if loader is None else inputs_of(transformation, loader)
     microbatch = getattr(plan, "microbatch_size", None)
-    run.prepare(
-        mechanism, transformation, params, loss_fn, key, partial(_steps_left, trainer),
-        resuming=bool(trainer.ckpt_path), inputs=inputs,
-        rounding=f"{world_size()} ranks, microbatches of {microbatch}, {trainer.precision}",
+    fit = Fit(
+        mechanism, transformation, params, loss_fn,
+        inputs_of(mechanism, transformation, loader),
+        f"{world_size()} ranks, microbatches of {microbatch}, {trainer.precision}",
+        partial(_steps_left, trainer),
     )  # fmt: skip
+    require_equal(_inputs_of_rank(fit))
+    run = (begin_resumed if resuming else begin)(past, fit, _common_key(trainer, plan))
+    key, step = run.position()
+    digest = fold_in(key, "compare").hex()
+    require_equal({"the key (compared by digest)": digest, "the number of steps so far": step})
+    run.loading, module._dp_loading = module._dp_loading, None
     if loader is not None:
         loader.follow(run.position, run.draw)
-    require_equal(_common(run, mechanism, params))
     module._dp = run
     shorten_numbers(trainer)
     rank_zero_info(summary(mechanism, steps=steps, spent=spent))
@@ -175,17 +181,15 @@ def _common_key(trainer: pl.Trainer, plan: Plan) -> RngKey:
     return RngKey.from_hex(trainer.strategy.broadcast(key.hex()))
 
 
-def _common(
-    run: Run, mechanism: PrivateMechanism | NonPrivate, params: dict[str, Tensor]
-) -> dict[str, object]:
-    key, step = run.position()
+def _inputs_of_rank(fit: Fit) -> dict[str, object]:
+    inputs = fit.inputs
     return {
-        **mechanism.fingerprint(),
-        "noise_multiplier": run.plan.get("noise_multiplier"),
-        "the key (compared by digest)": fold_in(key, "compare").hex(),
-        "the number of steps so far": step,
-        "the optimizer's settings": run.inputs and run.inputs.settings,
-        "the learning rates (compared by digest)": run.inputs and run.inputs.rates,
-        "the training data (some rows, compared by digest)": run.inputs and run.inputs.rows,
-        "the trainable parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()],
+        **inputs.plan,
+        "noise_multiplier": fit.mechanism.noise_multiplier,
+        "the optimizer's settings": inputs.settings,
+        "the learning rates (compared by digest)": inputs.rates,
+        "the training data (some rows, compared by digest)": inputs.rows,
+        "the trainable parameters": [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in fit.params.items()
+        ],
     }

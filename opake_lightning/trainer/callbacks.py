@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -37,12 +39,12 @@ class PrivacyBudget(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Work out how many steps the budget allows."""
         run = _run_of(pl_module)
-        event = run.mechanism.event
-        more = run.ledger.steps_within(event, self.epsilon, self.delta)
-        self.last_step = run.ledger.n_steps + more
-        if not more and not run.ledger.epsilon(self.delta) <= self.epsilon:
+        record, ledger = run.record, run.record.ledger
+        more = ledger.steps_within(run.mechanism.event, self.epsilon, self.delta)
+        self.last_step = record.step + record.to_repeat + more
+        if not more and not ledger.epsilon(self.delta) <= self.epsilon:
             # Steps that a resumed run repeats cost nothing new, but here there is nothing to spend.
-            self.last_step = run.made.n_steps
+            self.last_step = record.step
         self._stop_if_spent(trainer, pl_module)
 
     @override
@@ -50,7 +52,7 @@ class PrivacyBudget(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Refuse the step that would overspend, should anything have kept the run going."""
-        if self.last_step is not None and _run_of(pl_module).made.n_steps >= self.last_step:
+        if self.last_step is not None and _run_of(pl_module).record.step >= self.last_step:
             raise PrivacyError(
                 f"the next step would spend more than ε = {self.epsilon} at δ = {self.delta}; "
                 f"{self.last_step} steps are allowed and have been made"
@@ -83,7 +85,7 @@ class PrivacyBudget(pl.Callback):
         self.on_train_end(trainer, pl_module)
 
     def _stop_if_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        steps = _run_of(pl_module).made.n_steps
+        steps = _run_of(pl_module).record.step
         if self.last_step is None or steps < self.last_step:
             return
         rank_zero_info(
@@ -97,9 +99,9 @@ class PrivacyBudget(pl.Callback):
         loop.min_epochs, loop.epoch_loop.min_steps = 0, None
 
 
-def _run_of(module: pl.LightningModule):  # noqa: ANN202 - Run, which this file must not know
-    run = getattr(module, "_dp", None)
-    if run is None or run.mechanism is None:
+def _run_of(module: pl.LightningModule) -> Any:  # a Run, which this file must not know
+    run: Any = getattr(module, "_dp", None)
+    if getattr(run, "mechanism", None) is None:
         raise PrivacyError(
             f"PrivacyBudget needs a DPModule, got {type(module).__name__}, which spends nothing"
         )

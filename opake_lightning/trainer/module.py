@@ -32,8 +32,10 @@ from opake_lightning.trainer._checkpoint_io import (
     use_sealed,
 )
 from opake_lightning.trainer._loss import is_in_loss
+from opake_lightning.trainer._past import Past
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
+from opake_lightning.trainer._record import RunRecord
 from opake_lightning.trainer._refusals import (
     check_hyperparameters,
     check_loadable,
@@ -42,7 +44,7 @@ from opake_lightning.trainer._refusals import (
     check_trainer,
     is_refused,
 )
-from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._run import Loading, Run
 from opake_lightning.trainer._unused_hooks import check_hooks
 from opake_lightning.trainer.data import PoissonLoader
 from opake_lightning.trainer.report import Meter, PrivacySpent
@@ -72,12 +74,13 @@ class DPMixin:
     """
 
     if TYPE_CHECKING:
-        _dp: Run | None
+        _dp: Past | None
+        _dp_loading: Loading | None
         _dp_arrived: Arrived | None
         _dp_meter: Meter | None
     log_not_private: bool = False
     # TorchScript reads the annotations of a class that it compiles, and knows few types.
-    _dp, _dp_arrived, _dp_meter = None, None, None
+    _dp, _dp_loading, _dp_arrived, _dp_meter = None, None, None, None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
@@ -126,7 +129,7 @@ class DPMixin:
 
     def privacy_spent(self) -> PrivacySpent:
         """ε, δ, number of steps and plan so far; also after ``load_from_checkpoint``."""
-        return (self._dp or Run()).spent()
+        return (self._dp or Past(RunRecord(""))).spent()
 
     def reset_privacy(self) -> None:
         """Forget what was spent and take a new key.
@@ -135,7 +138,7 @@ class DPMixin:
         module's weights have been discarded. Nothing else sets the ledger back.
         """
         if self._dp is not None:
-            self._dp = self._dp.successor()
+            self._dp = self._dp.reset()
 
     # -- the one hook nobody can go around ------------------------------------------------------
 
@@ -238,16 +241,13 @@ class DPMixin:
     def _dp_saving(self, directory: Path, checkpoint: dict[str, Any]) -> None:
         # A run is resumed from a full checkpoint; what it releases from now on counts there.
         run = self._dp
-        if run is None or "optimizer_states" not in checkpoint:
-            return
-        # Not to ask for the plan again, which may look for its key where there is none by now.
-        private = self._dp_is_private() if run.mechanism is None else run.mechanism.private
-        if private:
-            run.journal.keep_in(directory, run)
+        if isinstance(run, Run) and run.mechanism.private and "optimizer_states" in checkpoint:
+            run.journal.keep_in(directory, run.record.released)
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._dp is not None:
-            checkpoint[_RECORD] = self._dp.public()
+            checkpoint[_RECORD] = self._dp.record.public().to_plain(secret=False)
+        if isinstance(self._dp, Run):
             _publish(self._dp, checkpoint["state_dict"])
 
     def _dp_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -260,12 +260,15 @@ class DPMixin:
                     "which keeps its ledger, and fit without ckpt_path"
                 )
             settle(checkpoint)
-            # The optimizer's entry brings ledger and plan, once configure_optimizers has made it.
-            self._dp = self._dp or Run()
-            self._dp.keep_weights(cast("nn.Module", self), checkpoint)
-            self._dp.directories = directories_of(trainer)
-        elif _RECORD in checkpoint and (self._dp is None or not self._dp.ledger.n_steps):
-            self._dp = Run.from_public(checkpoint[_RECORD])
+            # The optimizer's entry brings the record, once configure_optimizers has made it.
+            module, directories = cast("nn.Module", self), directories_of(trainer)
+            self._dp_loading = Loading.into(module, checkpoint, directories)
+        else:
+            loaded = Past.loaded(checkpoint.get(_RECORD))
+            if self._dp is None:
+                self._dp = loaded
+            else:
+                self._dp.joined_by(loaded)
 
     def _dp_on_train_start(self) -> None:
         count_epoch(cast("pl.LightningModule", self).trainer)
@@ -276,28 +279,27 @@ class DPMixin:
     def _dp_on_train_epoch_start(self) -> None:
         # reload_dataloaders_every_n_epochs makes a new loader, which has no key yet.
         loader = cast("pl.LightningModule", self).trainer.train_dataloader
-        if isinstance(loader, PoissonLoader) and self._dp is not None:
+        if isinstance(loader, PoissonLoader) and isinstance(self._dp, Run):
             loader.follow(self._dp.position, self._dp.draw)
 
     def _dp_on_validation_start(self) -> None:
         fitting = cast("pl.LightningModule", self).trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._dp is not None:
+        if fitting and isinstance(self._dp, Run):
             self._dp.publish_weights()
 
     def _dp_on_validation_end(self) -> None:
-        if self._dp is not None:
+        if isinstance(self._dp, Run):
             self._dp.train_weights()
 
     def _dp_on_train_end(self) -> None:
         # From here on the module is what its user tests, exports and publishes.
-        if self._dp is not None:
+        if isinstance(self._dp, Run):
             self._dp.publish_weights()
             if self._dp_meter is not None:
                 self._dp_meter.finish(self._dp, cast("pl.LightningModule", self).trainer)
 
     def _dp_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        private = self._dp is not None and getattr(self._dp.mechanism, "private", False)
-        if batch is None and private:
+        if batch is None and isinstance(self._dp, Run) and self._dp.mechanism.private:
             raise PrivacyError(
                 f"batch {batch_idx} became None, in the collate_fn or a batch hook, and Lightning "
                 "makes no step on None: whether there is noise would depend on the data. Return a "
@@ -334,7 +336,7 @@ class DPMixin:
     def _dp_second_look(self) -> Run:
         module = cast("pl.LightningModule", self)
         run = self._dp
-        if run is None or run.mechanism is None:
+        if not isinstance(run, Run):
             raise PrivacyError("training_step was called outside of Trainer.fit")
         trainable = [p for p in module.parameters() if p.requires_grad]
         known = list(run.params.values())
@@ -355,7 +357,7 @@ class DPMixin:
         module = cast("pl.LightningModule", self)
         if self._dp_meter is not None:
             self._dp_meter.show(run, module)
-        if run.state and isinstance(run.state.clip, AdaptiveClipState):
+        if isinstance(run.state.clip, AdaptiveClipState):
             # Of the next step; made from noisy counts, so it may be seen.
             module.log("privacy/clipping_norm", run.state.clip.clipping_norm, batch_size=1)
         if self.log_not_private and aux is not None and size != 0:
@@ -365,7 +367,7 @@ class DPMixin:
                 module.log(
                     f"not_private/{name}", value.float().mean(), batch_size=max(1, losses.numel())
                 )
-            dropped = getattr(run.state.clip, "nonfinite_examples", 0) if run.state else 0
+            dropped = getattr(run.state.clip, "nonfinite_examples", 0)
             module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
 
 

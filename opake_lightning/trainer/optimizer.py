@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from opake_lightning.trainer._lifecycle import resume
 from opake_lightning.trainer._run import Run
 
 __all__ = ["FunctionalOptimizer"]
@@ -79,7 +80,7 @@ class FunctionalOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: If the state is another optimizer's, or another run's.
         """
-        self._run.resume(state_dict.get("opake_lightning"))
+        resume(self._run, state_dict.get("opake_lightning"))
         self._show_rate()
 
     def _show_rate(self) -> None:

@@ -37,12 +37,16 @@ class PrivacySpent:
         plan: The plan's public numbers: clipping norm, noise multiplier, expected batch size, ...
             If ``plan["rows_may_mix_before_the_loss"]``, what is added or removed is one row of what
             ``collate_fn`` and batch hooks returned, and not one example of the data.
+        complete: Whether all releases are known. If not, ``epsilon`` is a lower bound: a run was
+            resumed without the record of released steps that lay beside its checkpoint, or weights
+            were loaded from a file that says nothing of how they were trained.
     """
 
     epsilon: float
     delta: float
     n_steps: int
     plan: dict[str, Any]
+    complete: bool = True
 
 
 def summary(mechanism: PrivateMechanism | NonPrivate, *, steps: int | None, spent: Ledger) -> str:
@@ -103,15 +107,19 @@ class Meter:
         forward pass.
         """
         trainer: Any = module.trainer
-        ledger, ahead, epoch = run.ledger, _steps_ahead(run, trainer), trainer.current_epoch
-        held = ledger.n_steps == self._valid_to or (ahead and ledger.n_steps < self._valid_to)
+        n_steps, ahead, epoch = (
+            run.record.n_steps,
+            _steps_ahead(run, trainer),
+            trainer.current_epoch,
+        )
+        held = n_steps == self._valid_to or (ahead and n_steps < self._valid_to)
         if held and epoch == self._epoch:
             return
         if not held:
-            event = _mechanism(run).event
+            ledger, event = run.record.ledger, run.mechanism.event
             if isinstance(event, GaussianEvent):  # any other costs the same at every step
                 ledger = ledger.spend(event, ahead)
-            self._epsilon, self._valid_to = ledger.epsilon(run.delta), run.ledger.n_steps + ahead
+            self._epsilon, self._valid_to = ledger.epsilon(run.delta), n_steps + ahead
         self._epoch = epoch
         shown: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
         module.log("privacy/epsilon", self._epsilon, **shown)
@@ -123,7 +131,7 @@ class Meter:
         """Leave the exact value, whatever ended the fit."""
         if self._valid_to < 0:  # no step was made
             return
-        every, ledger = trainer.log_every_n_steps, run.ledger
+        every, ledger = trainer.log_every_n_steps, run.record.ledger
         # As a rule the last step was the one that the last evaluation was of.
         known = ledger.n_steps == self._valid_to
         epsilon = self._epsilon if known else ledger.epsilon(run.delta)
@@ -131,13 +139,14 @@ class Meter:
         trainer.callback_metrics.update({name: torch.tensor(last[name]) for name in last})
         if not every or trainer.global_step % every:  # else a logger has it
             trainer._logger_connector.log_metrics(last, step=trainer.global_step - 1)
-        if not _mechanism(run).private:
+        if not run.mechanism.private:
             return
         path = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        target = run.plan.get("target_epsilon")
+        target = run.record.plan.get("target_epsilon")
+        cost = f"{'=' if run.record.complete else '≥'} {epsilon:.5g}"
         rank_zero_info(
-            f"opake_lightning: private: ε = {epsilon:.5g}{f' of {target:g}' if target else ''} at "
-            f"δ = {run.delta:g}, {ledger.n_steps} steps{f'; checkpoint {path}' if path else ''}"
+            f"opake_lightning: private: ε {cost}{f' of {target:g}' if target else ''} at δ = "
+            f"{run.delta:g}, {ledger.n_steps} steps{f'; checkpoint {path}' if path else ''}"
         )
 
 
@@ -153,18 +162,13 @@ def _steps_ahead(run: Run, trainer: Any) -> int:
         ahead.append(epochs * length - trainer.fit_loop.epoch_loop.batch_progress.current.ready)
     for callback in trainer.callbacks:
         if isinstance(callback, PrivacyBudget) and callback.last_step is not None:
-            ahead.append(callback.last_step - run.made.n_steps)
+            ahead.append(callback.last_step - run.record.step)
     return max(int(min(ahead)), 0)
 
 
 def _shown(epsilon: float) -> str:
     """Two decimals, rounded up: a bound stays one."""
     return f"{math.ceil(100 * epsilon - 1e-6) / 100:.2f}" if math.isfinite(epsilon) else "∞"
-
-
-def _mechanism(run: Run) -> PrivateMechanism | NonPrivate:
-    assert run.mechanism is not None
-    return run.mechanism
 
 
 def shorten_numbers(trainer: pl.Trainer) -> None:

@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from opake_lightning.distributed import leave_group
 from opake_lightning.errors import CheckpointError, PrivacyError
-from opake_lightning.trainer._copies import left_behind
-from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._past import Past
+from opake_lightning.trainer._record import RunRecord
 from opake_lightning.trainer._together import (
     ending_together,
     only_note_sigterm,
@@ -208,7 +208,7 @@ class _Launcher(_MultiProcessingLauncher):
         except BaseException:
             module: Any = None if trainer is None else trainer.lightning_module
             if hasattr(module, "_dp"):
-                module._dp = left_behind(module._dp or Run())
+                module._dp = (module._dp or Past(RunRecord(""))).left_behind()
             raise
 
     @override
@@ -238,7 +238,7 @@ class _Launcher(_MultiProcessingLauncher):
         extra = super().get_extra_results(trainer)
         buffer = io.BytesIO()
         run = getattr(trainer.lightning_module, "_dp", None)
-        torch.save(None if run is None else run.to_plain(), buffer)
+        torch.save(None if run is None else run.to_plain(secret=True), buffer)
         return {**extra, "opake_lightning": buffer.getvalue()}
 
     @override
@@ -246,7 +246,7 @@ class _Launcher(_MultiProcessingLauncher):
         super().update_main_process_results(trainer, extra)
         values = torch.load(io.BytesIO(extra["opake_lightning"]), weights_only=True)
         if values is not None:
-            cast("Any", trainer.lightning_module)._dp = Run.from_plain(values)
+            cast("Any", trainer.lightning_module)._dp = Past.from_plain(values)
 
 
 def _refuse_plain_module(trainer: pl.Trainer | None) -> None:

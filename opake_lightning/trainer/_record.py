@@ -1,0 +1,325 @@
+"""What a run has released, on which key, and what may go on from it: one value.
+
+A run makes its steps in **segments**: rows of steps on one key, with inputs (plan, optimizer,
+learning rates, data, first weights) that stay the same. A fit opens a segment; so does a fork. Its
+key is derived from the one before it and a digest of its inputs
+(:mod:`opake_lightning.trainer._keys`), so other inputs never come to the same noise.
+
+What was **released** is a map from segments to their steps. It only grows, and two maps are merged
+by the larger number for each segment. So steps that are made again cost nothing, those of a fork or
+of another fit count in addition, and the order in which records meet does not matter.
+
+A record is **complete** or not: what nobody wrote down makes ε a lower bound, and not 0.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from opake_lightning.accounting import Ledger
+from opake_lightning.errors import CheckpointError
+from opake_lightning.random import RngKey, fold_in
+from opake_lightning.trainer._keys import derive, digest_of, entry_of
+
+__all__ = [
+    "VERSION",
+    "Released",
+    "RunRecord",
+    "Segment",
+    "merged",
+    "new_lineage",
+    "released_from",
+    "released_to",
+]
+
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The steps of one segment.
+
+    Attributes:
+        ledger: What they cost.
+        rounding: What the last digits of a step depend on, each with the first step, counted from 0
+            in the segment, that was made so.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
+    rounding: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def n_steps(self) -> int:
+        """How many there are."""
+        return self.ledger.n_steps
+
+    def then(self, event: Any, rounding: str) -> Segment:
+        """With one more."""
+        known = self.rounding
+        if not known or known[-1][1] != rounding:
+            known = (*known, (self.n_steps, rounding))
+        return Segment(self.ledger.spend(event), known)
+
+    def rounding_since(self, step: int) -> set[str]:
+        """What the steps from ``step`` on were made with."""
+        ends = [start for start, _ in self.rounding[1:]] + [self.n_steps]
+        pairs = zip(self.rounding, ends, strict=True)
+        return {rounding for (_, rounding), end in pairs if end > step}
+
+
+Released = Mapping[str, Segment]
+
+
+def merged(*many: Released) -> Released:
+    """Everything that any of them has."""
+    most: dict[str, Segment] = {}
+    for released in many:
+        for name, segment in released.items():
+            if name not in most or segment.n_steps > most[name].n_steps:
+                most[name] = segment
+    return most
+
+
+def released_to(released: Released) -> dict[str, Any]:
+    """Plain values."""
+    return {
+        name: {"ledger": segment.ledger.to_dict(), "rounding": [list(p) for p in segment.rounding]}
+        for name, segment in released.items()
+    }
+
+
+def released_from(saved: Any) -> Released:
+    """What :func:`released_to` wrote.
+
+    Raises:
+        CheckpointError: If it is anything else.
+    """
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the record of released steps must be a dict, got {saved!r}")
+    return {
+        _expect("a segment's name", name, str): _segment_from(segment)
+        for name, segment in cast("dict[Any, Any]", saved).items()
+    }
+
+
+def _segment_from(saved: Any) -> Segment:
+    if not isinstance(saved, dict) or saved.keys() != {"ledger", "rounding"}:
+        raise CheckpointError(f"{saved!r} is no record of a segment's steps")
+    rounding: list[tuple[int, str]] = []
+    for pair in _expect("what steps were made with", saved["rounding"], list):
+        if not isinstance(pair, list) or [*map(type, cast("list[Any]", pair))] != [int, str]:
+            raise CheckpointError(f"what steps were made with must be in pairs, got {pair!r}")
+        rounding.append(tuple(cast("Any", pair)))
+    return Segment(Ledger.from_dict(cast("Any", saved["ledger"])), tuple(rounding))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """All that must outlive a fit. ``key`` is secret; everything else is public.
+
+    Attributes:
+        lineage: Name of the record on disk, which all that goes on from one run share.
+        key: The live key; None if there is none here: a new module, a pickle, a loaded file.
+        path: Key derivation path, from the root.
+        inputs: What the open segment follows from, as :meth:`Inputs.saved` tells; None between
+            fits.
+        begun: Number of the open segment's first step: how many had been released before.
+        step: Number of the next one.
+        released: All that is known to be released, by this run or others.
+        complete: Whether that is all.
+        plan: The plan's public numbers.
+    """
+
+    lineage: str
+    key: RngKey | None = None
+    path: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] | None = None
+    begun: int = 0
+    step: int = 0
+    released: Released = field(default_factory=dict)
+    complete: bool = True
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    # -- what it tells ----------------------------------------------------------------------------
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps were released."""
+        return sum(segment.n_steps for segment in self.released.values())
+
+    @property
+    def ledger(self) -> Ledger:
+        """What all of them cost."""
+        own = self.segment
+        first = {own: self.released[own]} if own in self.released else {}
+        ledgers = [segment.ledger for segment in {**first, **self.released}.values()]
+        total, known = Ledger(), set[Any]()
+        for ledger in ledgers:
+            for event, count in ledger.process.segments:
+                total = total.spend(event, count)
+            for run, done in ledger.horizons:
+                # Two segments may begin at one step; each is paid whole.
+                while run in known:
+                    run = replace(run, start=run.start + 1)
+                known.add(run)
+                total = total.spend(run, done)
+        return total
+
+    @property
+    def segment(self) -> str:
+        """Name of the open segment; public."""
+        return "" if self.key is None else self.key.digest()
+
+    @property
+    def live_key(self) -> RngKey:
+        """The key, of a record that has one."""
+        assert self.key is not None
+        return self.key
+
+    @property
+    def to_repeat(self) -> int:
+        """How many of the coming steps were released before, and cost nothing again."""
+        known = self.released.get(self.segment)
+        return 0 if known is None else max(known.n_steps - (self.step - self.begun), 0)
+
+    # -- transitions ------------------------------------------------------------------------------
+
+    def knowing(self, *released: Released) -> RunRecord:
+        """With what others have recorded."""
+        return replace(self, released=merged(self.released, *released))
+
+    def opened(self, word: str, nonce: str, inputs: str) -> RunRecord:
+        """With a key of its own for the coming steps: the only place where one is made.
+
+        A guarantee depends on the digest of ``inputs`` in it: noise of one key and step is added to
+        one gradient.
+        """
+        n = self.n_steps
+        return replace(self._folded(entry_of(word, nonce, inputs)), begun=n, step=n)
+
+    def released_one(self, event: Any, rounding: str) -> RunRecord:
+        """One step later; it counts unless it is known to have been released before."""
+        later = replace(self, step=self.step + 1)
+        if self.to_repeat:
+            return later
+        name = self.segment
+        segment = self.released.get(name, _NOTHING).then(event, rounding)
+        return replace(later, released={**self.released, name: segment})
+
+    def copied(self) -> RunRecord:
+        """For a copy: a run of its own with the same past, on keys that nobody else comes to."""
+        copy = self._folded(entry_of("copy", secrets.token_hex(16)))
+        return replace(copy, lineage=new_lineage())
+
+    def reset(self) -> RunRecord:
+        """For a module whose past is given up on purpose; no key of it comes again."""
+        reset = RunRecord(new_lineage(), self.key, self.path)
+        return reset if self.key is None and not self.path else reset._folded(entry_of("reset"))
+
+    def public(self) -> RunRecord:
+        """What may be published with the weights."""
+        return RunRecord(
+            self.lineage, released=self.released, complete=self.complete, plan=self.plan
+        )
+
+    def loaded(self) -> RunRecord:
+        """The past of weights from a file, for a run of its own."""
+        past = self.public()
+        # A plan may name its key, and the file's steps have used that key's noise.
+        path = (entry_of("after", inputs=digest_of(released_to(past.released))),)
+        return replace(past, path=path if past.released else ())
+
+    def rooted(self, root: RngKey, *, apart: bool) -> RunRecord:
+        """With a key, derived from ``root``, if there is none; always if it is kept ``apart``.
+
+        An earlier key may be in a checkpoint, and all that follows from it is known to its readers.
+        """
+        lineage = new_lineage() if self.key is None else self.lineage
+        if apart:
+            return replace(self, lineage=lineage, key=root, path=())
+        key = derive(root, self.path) if self.key is None else self.key
+        return replace(self, lineage=lineage, key=key)
+
+    def _folded(self, entry: str) -> RunRecord:
+        key = None if self.key is None else fold_in(self.key, entry)
+        return replace(self, key=key, path=(*self.path, entry), inputs=None)
+
+    # -- plain values -----------------------------------------------------------------------------
+
+    def to_plain(self, *, secret: bool) -> dict[str, Any]:
+        """Plain values, for checkpoints, pickles and other processes; the key if ``secret``."""
+        return {
+            "version": VERSION,
+            "lineage": self.lineage,
+            "key": self.key.hex() if secret and self.key is not None else None,
+            "path": list(self.path),
+            "inputs": None if self.inputs is None else dict(self.inputs),
+            "begun": self.begun,
+            "step": self.step,
+            "released": released_to(self.released),
+            "complete": self.complete,
+            "plan": dict(self.plan),
+        }
+
+    @classmethod
+    def from_plain(cls, saved: Any) -> RunRecord:
+        """What :meth:`to_plain` made.
+
+        Raises:
+            CheckpointError: If it is anything else, or another release's.
+        """
+        parts: dict[str, Any] = dict(_expect("the privacy record", saved, dict))
+        if parts.pop("version", None) != VERSION:
+            raise CheckpointError(
+                f"the checkpoint's privacy record has version {saved.get('version')!r}, this "
+                f"release reads version {VERSION}; version 1 is that of opake_lightning 0.1, which "
+                "can go on from it (its sums round in another way, so a run ends with the release "
+                "it began in)"
+            )
+        if parts.keys() != _TYPES.keys():
+            missing = sorted(_TYPES.keys() - parts.keys())
+            raise CheckpointError(
+                f"the checkpoint's privacy record lacks {missing}"
+                if missing
+                else f"the privacy record has unknown fields {sorted(parts.keys() - _TYPES.keys())}"
+            )
+        for name, types in _TYPES.items():
+            _expect(f"the privacy record's {name}", parts[name], *types)
+        if not all(isinstance(entry, str) for entry in parts["path"]):
+            raise CheckpointError(f"corrupt checkpoint: bad key derivation {parts['path']!r}")
+        try:
+            key = None if parts["key"] is None else RngKey.from_hex(parts["key"])
+        except ValueError as error:
+            raise CheckpointError("the checkpoint's key is damaged") from error
+        parts |= {"key": key, "path": tuple(parts["path"])}
+        parts["released"] = released_from(parts["released"])
+        return cls(**parts)
+
+
+_NOTHING = Segment()
+_TYPES: dict[str, tuple[type, ...]] = {
+    "lineage": (str,),
+    "key": (str, type(None)),
+    "path": (list,),
+    "inputs": (dict, type(None)),
+    "begun": (int,),
+    "step": (int,),
+    "released": (dict,),
+    "complete": (bool,),
+    "plan": (dict,),
+}
+
+
+def new_lineage() -> str:
+    """A name that no other run has; it has nothing to do with the run's key."""
+    return secrets.token_hex(8)
+
+
+def _expect(what: str, value: Any, *types: type) -> Any:
+    if type(value) not in types:
+        named = " or ".join(each.__name__ for each in types)
+        raise CheckpointError(f"corrupt checkpoint: {what} must be a {named}, got {value!r}")
+    return value
