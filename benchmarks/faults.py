@@ -286,7 +286,7 @@ def _lock_after_a_save(disk: Path) -> None:
         if saved[0] == 3:
             # Files that are open keep a file system from being locked.
             module = self.saving.__self__
-            module._dp.journal.__init__(module._dp.journal.name)
+            module._dp.journal.__init__(module._dp.journal.lineage)
             _mount("-o", "remount,ro", str(disk))
         save(self, *args, **kwargs)
 

@@ -189,7 +189,7 @@ class Resumed(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            _append(self._folder / "told", {"ledger": pl_module._dp.ledger.n_steps})
+            _append(self._folder / "told", {"ledger": pl_module._dp.record.ledger.n_steps})
 
 
 def observe(folder: Path, rank: int) -> None:

@@ -151,7 +151,7 @@ def resume(run: Run, saved: Any) -> None:
         _resume(run, saved, [] if loading is None else loading.directories)
     except Exception:
         if loading is not None:
-            loading.module.load_state_dict(loading.weights)
+            loading.undo()
         raise
 
 

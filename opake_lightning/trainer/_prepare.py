@@ -91,7 +91,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     fit = Fit(
         mechanism, transformation, params, loss_fn,
         inputs_of(mechanism, transformation, loader),
-        f"{world_size()} ranks, microbatches of {microbatch}, {trainer.precision}",
+        f"{world_size()} rank(s), microbatches of {microbatch}, {trainer.precision}",
         partial(_steps_left, trainer),
     )  # fmt: skip
     require_equal(_inputs_of_rank(fit))

@@ -154,19 +154,21 @@ class RunRecord:
     def ledger(self) -> Ledger:
         """What all of them cost."""
         own = self.segment
-        first = {own: self.released[own]} if own in self.released else {}
-        ledgers = [segment.ledger for segment in {**first, **self.released}.values()]
-        total, known = Ledger(), set[Any]()
-        for ledger in ledgers:
-            for event, count in ledger.process.segments:
+        # The open segment's event is found again in the total; others may be renamed.
+        total, known = Ledger(), {run for run, _ in self._of(own).ledger.horizons}
+        for name, segment in self.released.items():
+            for event, count in segment.ledger.process.segments:
                 total = total.spend(event, count)
-            for run, done in ledger.horizons:
+            for run, done in segment.ledger.horizons:
                 # Two segments may begin at one step; each is paid whole.
-                while run in known:
-                    run = replace(run, start=run.start + 1)
+                while run in known and name != own:
+                    run = replace(run, start=run.start + 1)  # noqa: PLW2901
                 known.add(run)
                 total = total.spend(run, done)
         return total
+
+    def _of(self, segment: str) -> Segment:
+        return self.released.get(segment, _NOTHING)
 
     @property
     def segment(self) -> str:
@@ -182,8 +184,7 @@ class RunRecord:
     @property
     def to_repeat(self) -> int:
         """How many of the coming steps were released before, and cost nothing again."""
-        known = self.released.get(self.segment)
-        return 0 if known is None else max(known.n_steps - (self.step - self.begun), 0)
+        return max(self._of(self.segment).n_steps - (self.step - self.begun), 0)
 
     # -- transitions ------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class RunRecord:
         if self.to_repeat:
             return later
         name = self.segment
-        segment = self.released.get(name, _NOTHING).then(event, rounding)
+        segment = self._of(name).then(event, rounding)
         return replace(later, released={**self.released, name: segment})
 
     def copied(self) -> RunRecord:

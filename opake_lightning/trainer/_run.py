@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.noise import NoiseState
@@ -75,26 +75,31 @@ class Loading:
 
     Attributes:
         module: The module.
+        past: What it had before.
         weights: Its weights before, copied.
         names: What the checkpoint has weights for.
         directories: Where a record may be of what was released since.
     """
 
-    module: nn.Module
+    module: Any
+    past: Past | None
     weights: dict[str, Any]
     names: frozenset[str]
     directories: list[Path]
 
     @classmethod
-    def into(
-        cls, module: nn.Module, checkpoint: Mapping[str, Any], directories: list[Path]
-    ) -> Loading:
+    def into(cls, module: Any, checkpoint: Mapping[str, Any], directories: list[Path]) -> Loading:
         """What is to be remembered of ``module`` before the checkpoint's weights are loaded."""
         weights = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in module.state_dict().items()
         }
-        return cls(module, weights, frozenset(checkpoint["state_dict"]), directories)
+        return cls(module, module._dp, weights, frozenset(checkpoint["state_dict"]), directories)
+
+    def undo(self) -> None:
+        """Let the module be as it was."""
+        self.module.load_state_dict(self.weights)
+        self.module._dp = self.past
 
 
 class Run(Past):

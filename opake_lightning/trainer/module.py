@@ -261,8 +261,7 @@ class DPMixin:
                 )
             settle(checkpoint)
             # The optimizer's entry brings the record, once configure_optimizers has made it.
-            module, directories = cast("nn.Module", self), directories_of(trainer)
-            self._dp_loading = Loading.into(module, checkpoint, directories)
+            self._dp_loading = Loading.into(self, checkpoint, directories_of(trainer))
         else:
             loaded = Past.loaded(checkpoint.get(_RECORD))
             if self._dp is None:

@@ -178,8 +178,9 @@ def snapshot(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
     params = {f"params/{name}": p.detach().clone() for name, p in net.named_parameters()}
     return {
         **params,
-        **state_dict(run.state),
-        "ledger": run.ledger.to_dict(),
+        **state_dict(run.state, keys=False),
+        "key": run.state.noise.key.hex(),
+        "ledger": run.record.ledger.to_dict(),
         "epsilon": spent.epsilon,
         "n_steps": spent.n_steps,
         "plan": spent.plan,
@@ -237,3 +238,8 @@ def accepted(path, module=None, loader=None, steps=4, **trainer):
     fitter.fit(module, make_loader() if loader is None else loader)
     assert module.privacy_spent().n_steps == steps
     return module
+
+
+def made(module: Any) -> list[int]:
+    """How many steps are known of each segment of the module's run."""
+    return [segment.n_steps for segment in module._dp.record.released.values()]

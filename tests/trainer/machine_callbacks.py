@@ -33,7 +33,7 @@ class Track(pl.Callback):
         self._save(trainer, pl_module)
 
     def _check(self, module: Any) -> None:
-        ledger = module._dp.ledger
+        ledger = module._dp.record.ledger
         assert ledger.n_steps == len(self._machine.observer.past.known)
         epsilon = ledger.epsilon(DELTA)
         assert epsilon >= self._epsilon

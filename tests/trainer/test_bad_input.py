@@ -155,6 +155,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 @both
+@pytest.mark.usefixtures("same_noise")
 def test_an_odd_example_stops_the_run_between_two_steps(make_plan, name, tmp_path):
     """Ledger and noise have counted the same steps, and the last checkpoint goes on from there.
 
@@ -448,6 +449,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 @both
+@pytest.mark.usefixtures("same_noise")
 def test_compiled_modules_learn_what_the_others_do(make_plan, name, tmp_path):
     compiled, plain = (
         With(COMPILED[name], make_plan(noise_multiplier=0.01)),

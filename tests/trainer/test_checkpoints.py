@@ -21,10 +21,12 @@ from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adam, adamw, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
+from opake_lightning.trainer._record import _TYPES
 from tests.trainer.helpers import (
     Net,
     Points,
     assert_same,
+    made,
     make_loader,
     make_trainer,
     plan,
@@ -100,7 +102,8 @@ def test_weights_only_files_hold_no_key(privacy, tmp_path):
     for name in ("weights.ckpt", "again.ckpt"):
         checkpoint = torch.load(tmp_path / name, weights_only=True)
         assert not holds_key(checkpoint, net)
-        assert checkpoint["opake_lightning"]["ledger"] == {"segments": [[1.0, 0.25, 8]]}
+        (segment,) = checkpoint["opake_lightning"]["released"].values()
+        assert segment["ledger"] == {"segments": [[1.0, 0.25, 8]]}
         raw = (tmp_path / name).read_bytes()
         assert not any(needle in raw for needle in needles)
     torch.save(net.state_dict(), tmp_path / "state.pt")
@@ -128,7 +131,7 @@ def test_a_loaded_module_tells_what_was_spent(weights_only_file, tmp_path):
     assert 2.97 < spent.epsilon <= 3.0
     assert (spent.delta, spent.n_steps) == (1e-5, 8)
     assert (spent.plan["clipping_norm"], spent.plan["batch_size"]) == (1.0, 6)
-    assert loaded._dp.state is None  # no key comes with it
+    assert loaded._dp.record.key is None
 
 
 class Forgetful(Net):
@@ -197,17 +200,15 @@ def _drop(*path: Any) -> Any:
 
 RUN = ("optimizer_states", 0, "opake_lightning")
 DAMAGE = {
-    "ledger": _drop(*RUN, "ledger"),
-    "segments": _drop(*RUN, "ledger", "segments"),
-    "fingerprint": _drop(*RUN, "fingerprint"),
-    "optimizer": _drop(*RUN, "optimizer"),
-    "plan": _drop(*RUN, "plan"),
-    "begun": _drop(*RUN, "begun"),
-    "noise_multiplier": _drop(*RUN, "plan", "noise_multiplier"),
-    "noise/key": _drop(*RUN, "state", "noise/key"),
+    "key_digest": _drop(*RUN, "key_digest"),
+    "weights": _drop(*RUN, "weights"),
+    "training_weights": _drop(*RUN, "training_weights"),
+    **{name: _drop(*RUN, "record", name) for name in _TYPES},
+    "its inputs are": _drop(*RUN, "record", "inputs", "rates"),
+    "noise_multiplier": _drop(*RUN, "record", "plan", "noise_multiplier"),
     "noise/step": _drop(*RUN, "state", "noise/step"),
     "optimizer/step": _drop(*RUN, "state", "optimizer/step"),
-    "version": _drop(*RUN, "version"),
+    "version": _drop(*RUN, "record", "version"),
     "'state'": _drop(*RUN, "state"),
     "not written by opake_lightning": _drop(*RUN),
     "holds weights only": _drop("optimizer_states", 0),
@@ -224,7 +225,7 @@ def test_a_missing_piece_is_named_and_nothing_changes(named, damage, tmp_path):
     _refused_without_a_trace(Net, tmp_path, tmp_path / "damaged.ckpt", named)
 
 
-@pytest.mark.parametrize("field", ["ledger", "plan", "version"])
+@pytest.mark.parametrize("field", ["released", "plan", "version", "lineage", "complete"])
 def test_a_damaged_public_record_is_refused(field, tmp_path):
     checkpoint = torch.load(saved(Net(), tmp_path), weights_only=True)
     del checkpoint["opake_lightning"][field]
@@ -240,12 +241,12 @@ def _refused_without_a_trace(make: Any, path: Path, ckpt: Path, match: str, **kw
     old.privacy, old.optimizer = fresh.privacy, fresh.optimizer
     for net in (fresh, old):
         weights = copy.deepcopy(net.state_dict())
-        ledger = net._dp.ledger if net._dp else Ledger()
+        ledger = net._dp.record.ledger if net._dp else Ledger()
         position = net._dp.position() if net._dp else None
         with pytest.raises(CheckpointError, match=match):
             fit(net, path, ckpt=ckpt, **kwargs)
         torch.testing.assert_close(net.state_dict(), weights, rtol=0, atol=0)
-        assert (net._dp.ledger if net._dp else Ledger()) == ledger
+        assert (net._dp.record.ledger if net._dp else Ledger()) == ledger
         if position is not None:
             assert net._dp.position() == position
 
@@ -289,7 +290,7 @@ def test_a_changed_sample_rate_is_not_accounted_as_the_old_one(tmp_path):
     limits = {"max_steps": 8, "max_epochs": -1}
     fit(resumed, tmp_path, loader=make_loader(batch_size=3), ckpt=tmp_path / "a.ckpt", **limits)
     expected = Ledger().spend(GaussianEvent(1.0, 0.5), 4).spend(GaussianEvent(1.0, 0.125), 4)
-    assert resumed._dp.ledger == expected
+    assert resumed._dp.record.ledger == expected
 
 
 def test_planned_steps_are_part_of_a_target(tmp_path):
@@ -334,7 +335,7 @@ def test_no_key_in_the_plan_takes_the_checkpoints(named, tmp_path):
     resumed = Net(plan(key=None))
     fit(resumed, tmp_path, ckpt=path)
     stored = torch.load(path, weights_only=True)["optimizer_states"][0]["opake_lightning"]
-    assert resumed._dp.state.noise.key.hex() == stored["state"]["noise/key"]
+    assert resumed._dp.state.noise.key.hex() == stored["record"]["key"]
 
 
 def test_two_runs_without_a_key_differ(tmp_path):
@@ -360,11 +361,11 @@ def test_fork_goes_on_with_a_new_key_and_the_old_ledger(field, tmp_path):
         net = Net(plan(**changed, on_changed_plan="fork"))
         trainer = fit(net, folder, ckpt=ckpt, loader=make_loader(**loader), **CHANGES[field][2])
         keys[len(keys)] = net._dp.state.noise.key
-        (first, before), *rest = net._dp.ledger.process.segments
+        (first, before), *rest = net._dp.record.ledger.process.segments
         assert first == GaussianEvent(1.0, 0.25)
         assert before + sum(count for _, count in rest) == trainer.global_step
         assert before >= 4
-        assert net._dp.forks == (4,)
+        assert made(net) == [4, trainer.global_step - 4]
         if changed.get("target_epsilon"):
             assert 7.92 < net.privacy_spent().epsilon <= 8.0
     assert len(set(keys.values())) == 3  # two forks of one checkpoint share nothing either
@@ -387,7 +388,7 @@ def test_ranks_fork_to_the_same_key(tmp_path):
     strategy = OpakeDDP(start_method="spawn")
     fit(net, tmp_path, SameOnBothRanks(), ckpt=path, devices=2, strategy=strategy)
     assert net.privacy_spent().n_steps == 8 + 4  # four were made after the checkpoint
-    assert net._dp.forks == (8,)
+    assert made(net) == [8, 4]
     assert net._dp.state.noise.key != key(7)
 
 

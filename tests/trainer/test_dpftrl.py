@@ -88,7 +88,7 @@ def test_the_horizon_is_what_the_trainer_will_make(tmp_path):
         ({"max_epochs": 3, "limit_train_batches": 2}, 6),
     ):
         _, net = fit(tmp_path, Net(mf_plan(strategy=LAMBDA)), **limits)
-        ((run, done),) = net._dp.ledger.horizons
+        ((run, done),) = net._dp.record.ledger.horizons
         assert run.n_steps == done == steps
         assert net._dp.mechanism.n_steps == steps
 
@@ -259,7 +259,7 @@ def test_a_second_fit_is_a_new_horizon_with_noise_and_draws_of_its_own(strategy,
     state = net._dp.state.noise
     assert (state.step, state.start) == (8, 4)
     assert state.key != key(7)  # a checkpoint of the first fit may go on with that
-    (one, a), (two, b) = net._dp.ledger.horizons
+    (one, a), (two, b) = net._dp.record.ledger.horizons
     assert (one.start, one.n_steps, a, two.start, two.n_steps, b) == (0, 4, 4, 4, 4, 4)
     assert net.privacy_spent().epsilon > once
     # Its noise does not lean on that of the horizon before: fresh buffers.
@@ -273,7 +273,7 @@ def test_a_horizon_cut_short_is_followed_by_a_new_one(tmp_path):
     fit(tmp_path, net, max_epochs=2, max_steps=3)
     fit(tmp_path, net, callbacks=[StopAfter(2)])
     fit(tmp_path, net)
-    runs = [(run.start, run.n_steps, done) for run, done in net._dp.ledger.horizons]
+    runs = [(run.start, run.n_steps, done) for run, done in net._dp.record.ledger.horizons]
     assert runs == [(0, 3, 3), (3, 8, 2), (5, 8, 8)]
     assert net.privacy_spent().n_steps == 13
 
@@ -296,7 +296,7 @@ def test_dp_sgd_before_and_after_does_not_use_its_noise(strategy, tmp_path):
         assert net._dp.state.noise.step == 4 * len(fits)
     for i, one in enumerate(fits):
         assert not any(reused(one, other) for other in fits[:i])
-    ledger = net._dp.ledger
+    ledger = net._dp.record.ledger
     assert ledger.process.n_steps == 8
     assert [run.start for run, _ in ledger.horizons] == [4, 12]
 
@@ -322,7 +322,7 @@ def test_weights_of_a_checkpoint_begin_a_new_horizon_with_a_new_key(tmp_path):
     loaded.privacy, loaded.optimizer = net.privacy, lambda: sgd(lr=1.0)
     assert not reused(first, noise_of_fit(loaded, tmp_path))
     # Two horizons alike in all but where they begin, and both are counted.
-    (one, _), (two, _) = loaded._dp.ledger.horizons
+    (one, _), (two, _) = loaded._dp.record.ledger.horizons
     assert (one.start, two.start, one.cost) == (0, 4, two.cost)
     state = loaded._dp.state.noise
     assert (state.step, state.start) == (8, 4)
@@ -338,7 +338,7 @@ def test_reset_privacy_forgets_the_horizon_and_its_key(tmp_path):
     net.reset_privacy()
     assert (net.privacy_spent().n_steps, net.privacy_spent().epsilon) == (0, 0.0)
     assert not reused(first, noise_of_fit(net, tmp_path))
-    assert [run.start for run, _ in net._dp.ledger.horizons] == [0]
+    assert [run.start for run, _ in net._dp.record.ledger.horizons] == [0]
 
 
 def test_a_deep_copy_goes_on_with_a_horizon_of_its_own(tmp_path):
@@ -367,7 +367,7 @@ def test_a_copy_in_the_middle_of_a_run_does_not_touch_its_noise(tmp_path):
     for twin in (copies[2], copies[5]):
         begun = twin.privacy_spent().n_steps
         fit(tmp_path, twin, max_epochs=1)
-        assert [run.start for run, _ in twin._dp.ledger.horizons] == [0, begun]
+        assert [run.start for run, _ in twin._dp.record.ledger.horizons] == [0, begun]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

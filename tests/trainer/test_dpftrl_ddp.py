@@ -89,7 +89,7 @@ def test_spawned_processes_bring_back_the_horizon(tmp_path):
     for net in (two, one):
         make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
     assert two.privacy_spent() == one.privacy_spent()
-    assert [run.start for run, _ in two._dp.ledger.horizons] == [0, 8]
+    assert [run.start for run, _ in two._dp.record.ledger.horizons] == [0, 8]
     torch.testing.assert_close(learned(two), learned(one), rtol=0, atol=1e-6)
 
 

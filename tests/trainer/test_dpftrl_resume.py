@@ -114,7 +114,7 @@ def test_a_fork_begins_a_new_horizon_and_counts_the_old_one_whole(field, tmp_pat
     net = Net(mf_plan(**changed, on_changed_plan="fork"))
     fitter = make_trainer(tmp_path, **trainer)
     fitter.fit(net, make_loader(**loader), ckpt_path=path)
-    (old, before), (new, after) = net._dp.ledger.horizons
+    (old, before), (new, after) = net._dp.record.ledger.horizons
     assert (old.n_steps, old.start, before) == (8, 0, 4)
     assert new.start == 4
     # Lightning is done early if the epoch that it comes back to has become longer.
@@ -148,7 +148,7 @@ def test_a_fork_to_another_mechanism(before, now, tmp_path):
     make_trainer(tmp_path).fit(net, make_loader(), ckpt_path=path)
     assert net.privacy_spent().n_steps == 8
     assert net._dp.state.noise.step == 8
-    ledger = net._dp.ledger
+    ledger = net._dp.record.ledger
     assert ledger.process.n_steps + sum(done for _, done in ledger.horizons) == 8
     assert len(ledger.horizons) == sum(hasattr(p, "strategy") for p in (before, now))
 
@@ -173,7 +173,7 @@ def test_a_fork_is_resumed_as_itself(options, tmp_path):
     whole = changed()
     a = make_trainer(tmp_path, callbacks=[every_step(tmp_path / "fork")])
     a.fit(whole, make_loader(), ckpt_path=path)
-    assert len(whole._dp.ledger.horizons) == 2
+    assert len(whole._dp.record.ledger.horizons) == 2
     for step in (5, 7):
         resumed = changed()
         b = make_trainer(tmp_path)
@@ -271,7 +271,7 @@ def test_noise_that_was_cut_short_is_neither_saved_nor_gone_on_with(
         assert_same(snapshot(resumed, b), snapshot(whole, a))
     fit_on = make_trainer(tmp_path, max_epochs=1)
     fit_on.fit(net, make_loader())
-    assert [(run.start, done) for run, done in net._dp.ledger.horizons] == [(0, 2), (2, 4)]
+    assert [(run.start, done) for run, done in net._dp.record.ledger.horizons] == [(0, 2), (2, 4)]
 
 
 def test_resume_in_mixed_precision(tmp_path):

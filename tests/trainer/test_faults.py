@@ -28,6 +28,7 @@ from tests.trainer.helpers import (
     Net,
     Points,
     assert_same,
+    made,
     make_loader,
     make_trainer,
     plan,
@@ -257,7 +258,7 @@ def test_another_version_is_refused(version, match, tmp_path):
         checkpoint["optimizer_states"][0]["opake_lightning"],
         checkpoint["opake_lightning"],
     ):
-        entry["version"] = version
+        entry.get("record", entry)["version"] = version
     torch.save(checkpoint, path)
     with pytest.raises(CheckpointError, match=match):
         run_fit(Net(), tmp_path, ckpt=path)
@@ -392,6 +393,6 @@ def test_a_dataset_of_another_size_is_refused_after_a_kill_too(tmp_path):
     net = Net(plan(on_changed_plan="fork"))
     loader = make_loader(Points(30))
     trainer = run_fit(net, tmp_path, ckpt=tmp_path / "step=4.ckpt", loader=loader, max_epochs=3)
-    counts = [count for _, count in net._dp.ledger.process.segments]
+    counts = [count for _, count in net._dp.record.ledger.process.segments]
     assert counts == [5, trainer.global_step - 4]
-    assert net._dp.forks == (5,)
+    assert made(net) == counts

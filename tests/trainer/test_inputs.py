@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from opake_lightning import CheckpointError, PrivacyError
 from opake_lightning.optimizers import adamw, schedule_free, sgd
+from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import cosine_schedule
 from opake_lightning.trainer import PoissonLoader
@@ -199,9 +200,9 @@ def loader(data: Any = None, **settings: Any) -> PoissonLoader:
 )
 def test_every_number_of_an_optimizer_is_compared(one, other):
     live, data = key(7), loader()
-    saved = inputs_of(one, data).saved(live)
-    assert inputs_of(one, data).changed(saved, live) == []
-    assert inputs_of(other, data).changed(saved, live)
+    saved = inputs_of(NonPrivate(), one, data).saved(live)
+    assert inputs_of(NonPrivate(), one, data).changed(saved, live) == []
+    assert inputs_of(NonPrivate(), other, data).changed(saved, live)
 
 
 @pytest.mark.parametrize("value", [np.float64(0.9), np.float32(0.5), math.nan, True, 3])
@@ -212,10 +213,10 @@ def test_settings_are_plain_numbers_that_equal_themselves(value):
 
         return torchopt.base.GradientTransformation(lambda params: params, update)
 
-    saved = inputs_of(made(), loader()).saved(key(7))
+    saved = inputs_of(NonPrivate(), made(), loader()).saved(key(7))
     (setting,) = saved["settings"].values()
     assert type(setting) in (bool, int, float)
-    assert inputs_of(made(), loader()).changed(saved, key(7)) == []
+    assert inputs_of(NonPrivate(), made(), loader()).changed(saved, key(7)) == []
 
 
 class Rows(Points):
@@ -240,8 +241,8 @@ class Rows(Points):
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rows_of_any_plain_kind_are_compared(make, workers):
-    same = [inputs_of(sgd(0.1), loader(Rows(make), num_workers=workers)).rows for _ in range(2)]
-    other = inputs_of(sgd(0.1), loader(Rows(lambda i: make(i + 1)), num_workers=workers)).rows
+    same = [inputs_of(NonPrivate(), sgd(0.1), loader(Rows(make), num_workers=workers)).rows for _ in range(2)]
+    other = inputs_of(NonPrivate(), sgd(0.1), loader(Rows(lambda i: make(i + 1)), num_workers=workers)).rows
     assert same[0] == same[1] != other
     assert same[0]
     assert other
@@ -249,9 +250,11 @@ def test_rows_of_any_plain_kind_are_compared(make, workers):
 
 def test_the_order_of_values_is_a_part_of_a_row():
     one = inputs_of(
+        NonPrivate(),
         sgd(0.1), loader(Rows(lambda i: (torch.tensor([i]), torch.tensor([2 * i]))))
     ).rows
     two = inputs_of(
+        NonPrivate(),
         sgd(0.1), loader(Rows(lambda i: (torch.tensor([2 * i]), torch.tensor([i]))))
     ).rows
     assert one != two
@@ -262,7 +265,7 @@ def test_random_rows_are_compared_as_drawn_and_nobody_else_draws_otherwise(worke
     """Augmentation from the global generators is a function of the seed."""
     state = torch.get_rng_state()
     noisy = Rows(lambda i: torch.randn(2) + float(np.random.rand()))  # noqa: NPY002
-    found = [inputs_of(sgd(0.1), loader(noisy, num_workers=workers)).rows for _ in range(2)]
+    found = [inputs_of(NonPrivate(), sgd(0.1), loader(noisy, num_workers=workers)).rows for _ in range(2)]
     assert found[0] == found[1] != ""
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -270,7 +273,7 @@ def test_random_rows_are_compared_as_drawn_and_nobody_else_draws_otherwise(worke
 def test_rows_that_differ_when_read_again_or_cannot_be_read_are_not_compared():
     own = np.random.default_rng(0)
     for make in (lambda i: own.normal(), lambda i: object(), lambda i: 1 // (i - 3)):
-        assert inputs_of(sgd(0.1), loader(Rows(make))).rows == ""
+        assert inputs_of(NonPrivate(), sgd(0.1), loader(Rows(make))).rows == ""
     none, some = Inputs({}, "", ""), Inputs({}, "", "some")
     for one, other in ((none, some), (some, none)):
         assert one.changed(other.saved(key(7)), key(7)) == []
@@ -278,7 +281,7 @@ def test_rows_that_differ_when_read_again_or_cannot_be_read_are_not_compared():
 
 def test_who_has_a_candidate_for_the_data_cannot_ask_a_checkpoint():
     """Its digest is keyed: that the data are these is no private answer."""
-    inputs = inputs_of(sgd(0.1), loader())
+    inputs = inputs_of(NonPrivate(), sgd(0.1), loader())
     assert inputs.saved(key(7))["rows"] != inputs.saved(key(8))["rows"] != inputs.rows
 
 

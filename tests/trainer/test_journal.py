@@ -19,11 +19,12 @@ import torch
 from opake_lightning import CheckpointError, PoissonLoader, PrivacyBudget
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw
-from opake_lightning.random import key
+from opake_lightning.random import RngKey
 from opake_lightning.scheduling import linear_schedule
 from opake_lightning.step import Step
 from opake_lightning.trainer import _run
-from opake_lightning.trainer._journal import Journal, Spending, recorded
+from opake_lightning.trainer._journal import Journal, read
+from opake_lightning.trainer._record import Released, Segment, new_lineage
 from tests.trainer.helpers import (
     BATCH_SIZE,
     N_EXAMPLES,
@@ -31,6 +32,7 @@ from tests.trainer.helpers import (
     Points,
     assert_same,
     epsilon_after,
+    made,
     make_loader,
     plan,
     run_fit,
@@ -74,6 +76,11 @@ def killed(path: Path, after: int = 5, net: Net | None = None, **trainer: Any) -
     with pytest.raises(RuntimeError, match="killed"):
         run_fit(net or Net(), path, saver(path), Dies(after), **trainer)
     return path / "step=3.ckpt"
+
+
+def key_of_checkpoint(path: Path) -> RngKey:
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["opake_lightning"]
+    return RngKey.from_hex(saved["record"]["key"])
 
 
 def record_of(path: Path) -> Path:
@@ -121,7 +128,7 @@ def test_a_resume_that_dies_too_forgets_nothing(tmp_path):
         with pytest.raises(RuntimeError, match="killed"):
             run_fit(net, tmp_path, tells, Dies(4), ckpt=tmp_path / "first.ckpt")
         assert tells.counts[0] == net.privacy_spent().n_steps == 7
-        assert recorded(net._dp.journal.name, [tmp_path]).ledger.n_steps == 7
+        assert count(net._dp.journal.lineage, tmp_path) == 7
 
 
 def test_a_checkpoint_made_while_steps_are_repeated_knows_of_all(tmp_path):
@@ -132,7 +139,8 @@ def test_a_checkpoint_made_while_steps_are_repeated_knows_of_all(tmp_path):
     for file in tmp_path.rglob("opake-*"):
         file.unlink()
     tells = Tells()
-    run_fit(Net(), elsewhere, tells, ckpt=elsewhere / "step=4.ckpt")
+    with pytest.warns(UserWarning, match="no record"):
+        run_fit(Net(), elsewhere, tells, ckpt=elsewhere / "step=4.ckpt")
     assert tells.counts == [6, 6, 6, 7, 8]
     assert Net.load_from_checkpoint(elsewhere / "step=4.ckpt").privacy_spent().n_steps == 6
 
@@ -151,12 +159,20 @@ def test_the_record_is_found_beside_other_checkpoints_of_the_trainer(tmp_path):
             file.unlink()
 
 
-def test_without_a_record_the_checkpoints_count_holds(tmp_path):
+def test_without_a_record_the_checkpoints_count_is_a_lower_bound(tmp_path, capsys):
     ckpt = killed(tmp_path)
     record_of(tmp_path).unlink()
     net, tells = Net(), Tells()
-    run_fit(net, tmp_path, tells, ckpt=ckpt)
+    with pytest.warns(UserWarning, match="no record of released steps .* lower bound"):
+        trainer = run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [3, 4, 5, 6, 7, 8]
+    assert not net.privacy_spent().complete
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert not Net.load_from_checkpoint(tmp_path / "again.ckpt").privacy_spent().complete
+    run_fit(net, tmp_path, max_epochs=1)
+    assert not net.privacy_spent().complete
+    net.reset_privacy()  # which says that the past does not matter
+    assert net.privacy_spent().complete
 
 
 def test_the_module_itself_remembers_what_no_file_does(tmp_path):
@@ -164,7 +180,8 @@ def test_the_module_itself_remembers_what_no_file_does(tmp_path):
     ckpt = killed(tmp_path, net=net)
     record_of(tmp_path).unlink()
     tells = Tells()
-    run_fit(net, tmp_path, tells, ckpt=ckpt)
+    with pytest.warns(UserWarning, match="no record"):  # others may have made more
+        run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 5, 5, 6, 7, 8]
 
 
@@ -180,14 +197,14 @@ def test_a_budget_lets_steps_be_repeated_and_no_more(budget, tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
     run_fit(net, tmp_path, PrivacyBudget(epsilon_after(budget), 1e-5), ckpt=ckpt)
-    assert net._dp.made.n_steps == net.privacy_spent().n_steps == budget
+    assert net._dp.record.step == net.privacy_spent().n_steps == budget
 
 
 def test_an_overspent_budget_stops_at_once(tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
     run_fit(net, tmp_path, PrivacyBudget(epsilon_after(4), 1e-5), ckpt=ckpt)
-    assert net._dp.made.n_steps == 3
+    assert net._dp.record.step == 3
     assert net.privacy_spent().n_steps == 5
 
 
@@ -228,9 +245,9 @@ def test_a_fork_counts_the_lost_steps_in_addition(tmp_path):
     net, tells = Net(plan(clipping_norm=2.0, on_changed_plan="fork")), Tells()
     run_fit(net, tmp_path, tells, ckpt=ckpt)
     assert tells.counts == [5, 6, 7, 8, 9, 10]
-    assert net._dp.forks == (5,)
-    assert net._dp.state.noise.key != key(7)
-    assert net._dp.ledger == Ledger().spend(EVENT, 10)
+    assert made(net) == [5, 5]
+    assert net._dp.state.noise.key != key_of_checkpoint(ckpt)
+    assert net._dp.record.ledger == Ledger().spend(EVENT, 10)
 
 
 def test_a_fork_that_died_is_counted_by_the_next(tmp_path):
@@ -244,10 +261,31 @@ def test_a_fork_that_died_is_counted_by_the_next(tmp_path):
         with pytest.raises(RuntimeError, match="killed"):
             run_fit(net, tmp_path, tells, Dies(5), ckpt=ckpt)
         assert tells.counts == [spent, spent + 1, spent + 2]
-    assert net._dp.forks == (5, 7)
-    # And the unforked run is not there to go on with: its next steps are not those recorded.
-    with pytest.raises(CheckpointError, match="made 6 more"):
-        run_fit(Net(), tmp_path, ckpt=ckpt)
+    assert made(net) == [5, 2, 2]
+    # The run itself makes its own steps again, and those of the forks stay counted.
+    net, tells = Net(), Tells()
+    run_fit(net, tmp_path, tells, ckpt=ckpt)
+    assert tells.counts == [9, 9, 9, 10, 11, 12]
+    assert sorted(made(net)) == [2, 2, 8]
+
+
+def test_forks_that_run_at_once_are_all_counted(tmp_path):
+    """Each began before the other was recorded, and writes a file of its own."""
+    ckpt, both = killed(tmp_path), []
+
+    class Another(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, at: int) -> None:
+            if trainer.global_step == 4:
+                both.append(Net(plan(clipping_norm=3.0, on_changed_plan="fork")))
+                run_fit(both[0], tmp_path, ckpt=ckpt)
+
+    one = Net(plan(clipping_norm=2.0, on_changed_plan="fork"))
+    run_fit(one, tmp_path, Another(), ckpt=ckpt)
+    assert made(one) == [5, 5]
+    assert made(both[0]) == [5, 1, 5]
+    run_fit(again := Net(), tmp_path, ckpt=ckpt)
+    assert sorted(made(again)) == [5, 5, 8]
+    assert again.privacy_spent().n_steps == 18
 
 
 def test_forks_are_in_the_public_record(tmp_path):
@@ -256,9 +294,10 @@ def test_forks_are_in_the_public_record(tmp_path):
     trainer = run_fit(net, tmp_path, ckpt=ckpt)
     trainer.save_checkpoint(tmp_path / "public.ckpt", weights_only=True)
     public = torch.load(tmp_path / "public.ckpt", weights_only=True)["opake_lightning"]
-    assert public["forks"] == [5]
-    assert Net.load_from_checkpoint(tmp_path / "public.ckpt")._dp.public() == public
-    assert public["ledger"] == {"segments": [[1.0, 0.25, 10]]}
+    record = Net.load_from_checkpoint(tmp_path / "public.ckpt")._dp.record
+    assert record.public().to_plain(secret=False) == public
+    ledgers = [segment["ledger"] for segment in public["released"].values()]
+    assert ledgers == [{"segments": [[1.0, 0.25, 5]]}] * 2
 
 
 def test_a_fork_plans_for_what_is_left_of_the_target(tmp_path):
@@ -269,25 +308,30 @@ def test_a_fork_plans_for_what_is_left_of_the_target(tmp_path):
     assert 3.96 < net.privacy_spent().epsilon <= 4.0
 
 
-def test_steps_of_another_plan_after_the_checkpoint_are_not_repeated(tmp_path):
-    """The first fit's checkpoint and plan would come to the second fit's steps, and their noise."""
+def test_a_checkpoint_of_the_first_fit_resumes_after_a_second(tmp_path):
+    """It makes its own steps again, on its own key, and those of the second stay counted."""
     net = Net()
     run_fit(net, tmp_path, saver(tmp_path), max_epochs=1)
+    first = key_of_checkpoint(tmp_path / "step=3.ckpt")
     net.privacy = plan(noise_multiplier=2.0)
     run_fit(net, tmp_path, max_epochs=1)
-    with pytest.raises(CheckpointError, match="made 5 more"):
-        run_fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt", max_epochs=3)
+    second = net._dp.state.noise.key
+    resumed, tells = Net(), Tells()
+    run_fit(resumed, tmp_path, tells, ckpt=tmp_path / "step=3.ckpt", max_epochs=3)
+    assert tells.counts == [8, 8, *range(9, 17)]
+    assert resumed._dp.state.noise.key == first != second
+    assert sorted(made(resumed)) == [4, 12]
 
 
 def test_a_second_fit_in_the_middle_of_repeated_steps_gets_a_new_key(tmp_path):
     ckpt = killed(tmp_path)
     net = Net()
     run_fit(net, tmp_path, ckpt=ckpt, max_steps=4, max_epochs=-1)
-    assert (net._dp.made.n_steps, net.privacy_spent().n_steps) == (4, 5)
+    assert (net._dp.record.step, net.privacy_spent().n_steps) == (4, 5)
     run_fit(net, tmp_path, max_epochs=1)
-    assert net._dp.state.noise.key != key(7)
-    assert net._dp.forks == (5,)
-    assert net._dp.made.n_steps == net.privacy_spent().n_steps == 9
+    assert net._dp.state.noise.key != key_of_checkpoint(ckpt)
+    assert made(net) == [5, 4]
+    assert net._dp.record.step == net.privacy_spent().n_steps == 9
 
 
 @pytest.mark.parametrize(("ranks", "counted"), [(1, 3), (2, 4)])
@@ -307,9 +351,7 @@ def test_a_step_is_recorded_before_another_rank_may_have_its_sum(
     net = Net()
     with pytest.raises(RuntimeError, match="killed"):
         run_fit(net, tmp_path, saver(tmp_path))
-    found = recorded(net._dp.journal.name, [tmp_path])
-    assert found is not None
-    assert found.ledger.n_steps == counted
+    assert count(net._dp.journal.lineage, tmp_path) == counted
 
 
 # -- load_from_checkpoint -------------------------------------------------------------------------
@@ -331,8 +373,8 @@ def test_a_new_fit_from_a_checkpoint_counts_what_came_after_it(passed_on, tmp_pa
 def test_a_record_that_knows_less_than_the_checkpoint_takes_nothing_away(tmp_path):
     ckpt = killed(tmp_path)
     record_of(tmp_path).unlink()  # and an older one is put back
-    name = torch.load(ckpt, weights_only=True)["opake_lightning"]["journal"]
-    Journal(name).keep_in(tmp_path, Fake)
+    name = torch.load(ckpt, weights_only=True)["opake_lightning"]["lineage"]
+    Journal(name).keep_in(tmp_path, {})
     net = Net.load_from_checkpoint(ckpt)
     run_fit(net, tmp_path, max_epochs=1)
     assert net.privacy_spent().n_steps == 3 + 4
@@ -350,20 +392,21 @@ def test_what_came_after_counts_towards_a_target(tmp_path):
 # -- the file -------------------------------------------------------------------------------------
 
 
-def spending(n: int) -> Spending:
-    return Spending(Ledger().spend(EVENT, n), (), "a" * 16)
-
-
-class Fake:
-    spending = spending(0)
+def steps(n: int) -> Released:
+    return {"a" * 32: Segment(Ledger().spend(EVENT, n), ((0, "1 rank"),))}
 
 
 def written(path: Path, n: int) -> tuple[Journal, Path]:
-    journal = Journal()
-    journal.keep_in(path, Fake)
+    journal = Journal(new_lineage())
+    journal.keep_in(path, {})
     for step in range(1, n + 1):
-        journal.record(spending(step))
+        journal.append(steps(step))
     return journal, record_of(path)
+
+
+def count(lineage: str, path: Path) -> int:
+    """How many steps are recorded."""
+    return sum(segment.n_steps for segment in (read(lineage, [path]) or {}).values())
 
 
 def test_the_record_tells_no_secret(tmp_path):
@@ -373,17 +416,15 @@ def test_the_record_tells_no_secret(tmp_path):
     forms = [rng.hex().encode(), *(rng.bits.to_bytes(16, order) for order in ("big", "little"))]
     assert not any(form in content for form in forms)
     lines = [line.split(b" ", 1)[1] for line in content.split(b"\n") if b"{" in line]
-    spent = max((json.loads(line) for line in lines), key=lambda one: str(one["ledger"]))
-    trail = spent.pop("trail")
-    assert spent == {"ledger": {"segments": [[1.0, 0.25, 5]]}, "forks": []}
-    # It follows from what everybody may know.
-    assert trail == Spending().then(EVENT, net._dp.made_by, *5 * [0.05]).trail
+    spent = max((json.loads(line) for line in lines), key=str)
+    segment = {"ledger": {"segments": [[1.0, 0.25, 5]]}, "rounding": [[0, net._dp.fit.rounding]]}
+    assert spent == {net._dp.record.segment: segment}
 
 
 def test_the_file_does_not_grow(tmp_path):
     journal, file = written(tmp_path, 3000)
     assert file.stat().st_size == 1024
-    assert recorded(journal.name, [tmp_path]) == spending(3000)
+    assert read(journal.lineage, [tmp_path]) == steps(3000)
 
 
 def test_a_ledger_that_outgrows_its_place_gets_a_larger_one(tmp_path):
@@ -391,8 +432,8 @@ def test_a_ledger_that_outgrows_its_place_gets_a_larger_one(tmp_path):
     ledger = Ledger()
     for n in range(4, 40):
         ledger = ledger.spend(GaussianEvent(1.0 + n / 10, 0.123456789), n)
-        journal.record(Spending(ledger, tuple(range(n)), "a" * 16))
-        assert recorded(journal.name, [tmp_path]) == Spending(ledger, tuple(range(n)), "a" * 16)
+        journal.append(released := {**steps(3), "b": Segment(ledger, ((0, "1"), (n, "2")))})
+        assert read(journal.lineage, [tmp_path]) == released
     assert file.stat().st_size > 1024
 
 
@@ -403,7 +444,7 @@ def test_a_damaged_line_leaves_the_one_before(n, slot, tmp_path):
     content = bytearray(file.read_bytes())
     content[slot * 512 + 20] ^= 4
     file.write_bytes(content)
-    assert recorded(journal.name, [tmp_path]).ledger.n_steps in (n, n - 1)
+    assert count(journal.lineage, tmp_path) in (n, n - 1)
 
 
 def test_a_file_that_was_cut_off_tells_what_is_left(tmp_path):
@@ -411,7 +452,7 @@ def test_a_file_that_was_cut_off_tells_what_is_left(tmp_path):
     content = file.read_bytes()
     for size in (1023, 700, 512, 300):
         file.write_bytes(content[:size])
-        assert recorded(journal.name, [tmp_path]).ledger.n_steps in (5, 6)
+        assert count(journal.lineage, tmp_path) in (5, 6)
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"garbage\n" * 100, b"00000000 {}\n"])
@@ -426,7 +467,7 @@ def test_garbage_is_no_count(content, tmp_path):
 
 def test_a_name_leads_nowhere_else(tmp_path):
     with pytest.raises(CheckpointError, match="corrupt checkpoint: bad journal id"):
-        recorded("../../etc/passwd", [tmp_path])
+        read("../../etc/passwd", [tmp_path])
 
 
 def test_no_checkpoint_no_file(tmp_path):
@@ -478,9 +519,9 @@ def test_a_record_costs_little(tmp_path):
 
 
 def _microseconds(journal: Journal) -> float:
-    since, value = time.perf_counter(), spending(100)
+    since, value = time.perf_counter(), steps(100)
     for _ in range(500):
-        journal.record(value)
+        journal.append(value)
     return (time.perf_counter() - since) / 500 * 1e6
 
 

@@ -16,15 +16,16 @@ from opake_lightning.dpftrl.noise import bisr_strategy, identity_strategy, lambd
 from opake_lightning.optimizers import adamw, schedule_free, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import RngKey, fold_in, key
-from opake_lightning.trainer import _keys
-from opake_lightning.trainer._journal import Spending
-from opake_lightning.trainer._keys import derived
-from opake_lightning.trainer._run import Run
+from opake_lightning.trainer import _lifecycle
+from opake_lightning.trainer._keys import derive
+from opake_lightning.trainer._past import Past
+from opake_lightning.trainer._record import RunRecord, Segment
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import (
     CLIPPING,
     Net,
     assert_same,
+    made,
     make_loader,
     make_trainer,
     plan,
@@ -48,6 +49,11 @@ def apart(**changes: Any) -> Any:
 
 def mf_apart(**changes: Any) -> Any:
     return mf_plan(**{**APART, "strategy": lambda_cgd_strategy(0.5), **changes})
+
+
+def path_in(checkpoint: Any) -> list[str]:
+    """The key derivation path that a checkpoint holds."""
+    return stored(checkpoint)["record"]["path"]
 
 
 def fit(net: Net, path: Any, *, ckpt: Any = None, save: str = "", **trainer: Any) -> Any:
@@ -156,15 +162,17 @@ def test_no_key_is_refused(path, how):
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("words", [], "key of the plan is not the one"),
-        ("words", ["run 0"], "key of the plan is not the one"),
-        ("words", None, "corrupt checkpoint: bad key derivation"),
+        ("path", [], "key of the plan is not the one"),
+        ("path", ["fit::0"], "key of the plan is not the one"),
+        ("path", [None], "corrupt checkpoint: bad key derivation"),
+        ("path", None, "corrupt checkpoint: .*path must be a list"),
         ("key_digest", OTHER.digest(), "key of the plan is not the one"),
     ],
 )
 def test_a_changed_record_is_refused(path, name, value, match):
     checkpoint = torch.load(path, weights_only=True)
-    checkpoint["optimizer_states"][0]["opake_lightning"][name] = value
+    saved = checkpoint["optimizer_states"][0]["opake_lightning"]
+    (saved if name in saved else saved["record"])[name] = value
     torch.save(checkpoint, path)
     refused(apart(), path, match)
 
@@ -173,14 +181,14 @@ def test_a_key_that_was_changed_in_its_checkpoint_is_refused(tmp_path):
     fit(Net(plan(key=KEY)), tmp_path, save="a", max_epochs=1)
     path = tmp_path / "a" / "step=3.ckpt"
     checkpoint = torch.load(path, weights_only=True)
-    state = checkpoint["optimizer_states"][0]["opake_lightning"]["state"]
-    state["noise/key"] = OTHER.hex()
+    record = checkpoint["optimizer_states"][0]["opake_lightning"]["record"]
+    live, record["key"] = record["key"], OTHER.hex()
     torch.save(checkpoint, path)
     for now in (plan(key=KEY), plan(key=KEY, clipping_norm=2.0, on_changed_plan="fork")):
         refused(now, path, "key in the checkpoint is not the one")
-    state["noise/key"] = KEY.hex()[1:]
+    record["key"] = live[1:]
     torch.save(checkpoint, path)
-    refused(plan(key=KEY), path, "'noise/key' is not a key")
+    refused(plan(key=KEY), path, "the checkpoint's key is damaged")
 
 
 def test_the_option_may_change_when_a_run_resumes(tmp_path):
@@ -191,8 +199,8 @@ def test_the_option_may_change_when_a_run_resumes(tmp_path):
         net = Net(plan(key=KEY, key_in_checkpoint=now))
         trainer = fit(net, tmp_path, ckpt=tmp_path / source / f"step={at}.ckpt", save=target)
         assert_same(snapshot(net, trainer), whole)
-    assert stored(tmp_path / "out" / "step=5.ckpt")["holds_keys"] is False
-    assert stored(tmp_path / "in" / "step=6.ckpt")["state"]["noise/key"] == KEY.hex()
+    assert stored(tmp_path / "out" / "step=5.ckpt")["record"]["key"] is None
+    assert stored(tmp_path / "in" / "step=6.ckpt")["record"]["key"] == whole["key"]
 
 
 def test_noise_that_was_stored_is_not_silently_drawn_again(tmp_path):
@@ -214,11 +222,10 @@ def test_a_fork_has_new_noise_and_resumes_as_itself(tmp_path, make, new, held):
 
     net = forked()
     whole = snapshot(net, fit(net, tmp_path, ckpt=tmp_path / "a" / "step=3.ckpt", save="b"))
-    assert net._dp.forks == (8,)  # five were made after the checkpoint
-    live, old = net._dp.state.noise.key, stored(tmp_path / "a" / "step=3.ckpt")
-    words = stored(tmp_path / "b" / "step=5.ckpt")["words"]
-    assert words[: len(old["words"])] == old["words"]
-    assert live == derived(new, words) != derived(new, old["words"])
+    assert made(net) == [8, 5]  # five were made after the checkpoint
+    live, old = net._dp.state.noise.key, path_in(tmp_path / "a" / "step=3.ckpt")
+    path = path_in(tmp_path / "b" / "step=5.ckpt")
+    assert live == derive(new, path) != derive(new, old)
     assert not any(holds_a_key_of(file, net) for file in (tmp_path / "b").iterdir())
     resumes_alike(forked, tmp_path, "b", 5, whole)
 
@@ -244,7 +251,7 @@ def test_a_second_fit_resumes_whatever_key_the_first_had(tmp_path, first):
     assert whole["n_steps"] == 12
     live = net._dp.state.noise.key
     assert live != before
-    assert live == derived(KEY, stored(tmp_path / "a" / "step=3.ckpt")["words"]) != KEY
+    assert live == derive(KEY, path_in(tmp_path / "a" / "step=3.ckpt")) != KEY
     resumes_alike(lambda: Net(apart()), tmp_path, "a", 3, whole)
 
 
@@ -258,9 +265,9 @@ def test_a_fit_whose_checkpoints_hold_keys_gives_away_no_fit_beside_it(tmp_path,
     content = (tmp_path / "1.ckpt").read_bytes()
     assert any(form in content for form in forms(keys[1]))
     assert not any(form in content for form in forms(keys[0]))
-    words = stored(tmp_path / "2.ckpt")["words"]
-    assert keys[2] == derived(KEY, words)
-    assert keys[2] not in [derived(keys[1], words[at:]) for at in range(len(words) + 1)]
+    path = path_in(tmp_path / "2.ckpt")
+    assert keys[2] == derive(KEY, path)
+    assert keys[2] not in [derive(keys[1], path[at:]) for at in range(len(path) + 1)]
 
 
 def test_runs_that_come_to_a_key_later_have_unrelated_noise(tmp_path):
@@ -280,7 +287,7 @@ def test_copies_resets_and_loaded_weights_have_own_noise_and_resume(tmp_path):
     loaded = Net.load_from_checkpoint(tmp_path / "a" / "step=4.ckpt", privacy=apart())
     twin, anew = copy.deepcopy(net), copy.deepcopy(net)
     twin.privacy = anew.privacy = apart()
-    assert twin._dp.state.noise.key == derived(KEY, twin._dp.words)
+    assert twin._dp.record.key == derive(KEY, twin._dp.record.path)
     anew.reset_privacy()
     keys = {KEY, net._dp.state.noise.key}
     for number, module in enumerate((loaded, twin, anew)):
@@ -295,8 +302,8 @@ def test_a_copy_of_an_ordinary_run_is_not_the_run(tmp_path):
     net = Net()
     fit(net, tmp_path, max_epochs=1)
     one, two = copy.deepcopy(net), copy.deepcopy(net)
-    assert len({module._dp.state.noise.key for module in (net, one, two)}) == 3
-    assert one._dp.state.noise.key != fold_in(net._dp.state.noise.key, "copy")
+    assert len({module._dp.record.key for module in (net, one, two)}) == 3
+    assert one._dp.record.key != fold_in(net._dp.state.noise.key, "copy")
 
 
 # -- from process to process ----------------------------------------------------------------------
@@ -315,53 +322,46 @@ BROUGHT = {
 def test_what_a_process_brings_back_is_plain_and_enough_for_a_second_fit(
     name, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_keys, "common_token", lambda: "one token")  # to compare what follows
+    monkeypatch.setattr(_lifecycle, "common_nonce", lambda: "one")  # to compare what follows
     make, optimizer = BROUGHT[name]
     stayed = Net(make(), optimizer)
     fit(stayed, tmp_path, save="a", max_epochs=1)
     came = Net(stayed.privacy, optimizer)
     came.load_state_dict(stayed.state_dict())
     buffer = io.BytesIO()
-    torch.save(stayed._dp.to_plain(), buffer)
+    torch.save(stayed._dp.to_plain(secret=True), buffer)
     buffer.seek(0)
-    came._dp = Run.from_plain(torch.load(buffer, weights_only=True))
+    came._dp = Past.from_plain(torch.load(buffer, weights_only=True))
     assert came.privacy_spent() == stayed.privacy_spent()
-    assert came._dp.public() == stayed._dp.public()
+    assert came._dp.record == stayed._dp.record
     assert came._dp.journal.directories == stayed._dp.journal.directories
     a, b = (fit(net, tmp_path) for net in (stayed, came))
     assert_same(snapshot(came, b), snapshot(stayed, a))
     assert came.privacy_spent().n_steps == 12
 
 
-def test_a_run_that_has_not_begun_is_brought_back_too():
-    assert Run.from_plain(Run(lineage="x").to_plain())._lineage == "x"
-
-
 def test_all_that_a_fit_has_left_is_brought_back():
-    """A run that is one of several on its key, in the middle of a step, behind its record."""
-
-    def spent(n: int) -> Spending:
-        return Spending(Ledger().spend(GaussianEvent(1.0), n), (1,), f"{n}" * 16)
-
-    run = Run(lineage="x")
-    left = {
-        "begun": 2,
-        "_unfinished": "an update",
-        "_optimizer_name": "adam",
-        "words": ("fit 1",),
-        "_used": True,
-        "_shared": True,
-        "_since": spent(5),
-        "spending": spent(4),
-        "own": spent(3),
-        "_parked": {"w": torch.ones(2)},
-    }
-    assert left.keys() <= vars(run).keys()
-    vars(run).update(left)
-    came = Run.from_plain(run.to_plain())
-    assert torch.equal(came._parked.pop("w"), left.pop("_parked")["w"])
-    assert {name: getattr(came, name) for name in left} == left
-    assert came.journal.name == run.journal.name
+    """Of a run that is behind its record, and shows other weights than it trains."""
+    ledger = Ledger().spend(GaussianEvent(1.0), 4)
+    record = RunRecord(
+        "f00",
+        KEY,
+        ("fit::a", "copy:1:"),
+        {"rates": "x"},
+        2,
+        3,
+        {"s": Segment(ledger, ((0, "1 rank"), (3, "2 ranks")))},
+        complete=False,
+        plan={"target_delta": 0.1},
+    )
+    past = Past(record, since={"t": Segment(ledger)})
+    past.optimizer_name, past.parked = "adam", {"w": torch.ones(2)}
+    came = Past.from_plain(past.to_plain(secret=True))
+    assert (came.record, came.since, came.optimizer_name) == (record, past.since, "adam")
+    assert torch.equal(came.parked["w"], past.parked["w"])
+    assert came.journal.lineage == "f00"
+    # Of all that, the public part has no key, and nothing that a key can be derived from.
+    assert Past.from_plain(past.to_plain(secret=False)).record.key is None
 
 
 def point_adam() -> Any:

@@ -337,6 +337,7 @@ def test_hooks_of_a_mixin_that_is_not_ours(tmp_path):
     ],
     ids=["adamw", "sgd"],
 )
+@pytest.mark.usefixtures("same_noise")
 def test_torchopt_optimizers(tmp_path, theirs, ours):
     _, module = fit(tmp_path, Net(optimizer=theirs))
     _, same = fit(tmp_path, Net(optimizer=ours))
@@ -344,6 +345,7 @@ def test_torchopt_optimizers(tmp_path, theirs, ours):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_compiled_submodule(tmp_path):
     module = Net()
     module.net[0] = torch.compile(module.net[0], backend="eager")
@@ -396,6 +398,7 @@ class Spelled(Shared):
         )
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_shared_modules_and_tied_parameters_train_as_one(tmp_path):
     # Without noise: the two have their parameters in another order, and noise follows it.
     _, shared = fit(tmp_path, Shared(plan(noise_multiplier=0.0)))

@@ -374,6 +374,7 @@ class Moves(pl.Callback):
 @pytest.mark.parametrize("strategy", ["auto", "opake_ddp"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
+@pytest.mark.usefixtures("same_noise")
 def test_an_empty_draw_is_a_step_with_noise(kind, workers, strategy, tmp_path):
     seed = _seed_with_empty_first()
     draws, moves = Draws(), Moves()
@@ -478,6 +479,7 @@ class Weighted(Net):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.usefixtures("same_noise")
 def test_an_example_that_is_not_finite_contributes_nothing(value, tmp_path):
     drawn = [
         t for t in range(8) if 3 in poisson_indices(key(7), t, n_examples=24, sample_rate=0.25)

@@ -175,8 +175,8 @@ class Machine(RuleBasedStateMachine):
     def query(self) -> None:
         one, other = self.net.privacy_spent(), self.net.privacy_spent()
         assert one == other
-        assert self.net._dp.ledger.epsilon_bound(DELTA) >= one.epsilon
-        assert Ledger.from_dict(self.net._dp.ledger.to_dict()) == self.net._dp.ledger
+        assert self.net._dp.record.ledger.epsilon_bound(DELTA) >= one.epsilon
+        assert Ledger.from_dict(self.net._dp.record.ledger.to_dict()) == self.net._dp.record.ledger
 
     @precondition(lambda self: self.is_ready())
     @rule(world_size=st.integers(2, 4))
@@ -336,7 +336,7 @@ class Machine(RuleBasedStateMachine):
         kwargs: dict[str, Any] = {"privacy": setup.plan(), "optimizer": setup.optimizer}
         self.net = Net.load_from_checkpoint(saved.path, weights_only=True, **kwargs)
         assert weights_of(self.net) == saved.weights
-        ledger = str(self.net._dp.ledger.to_dict())
+        ledger = str(self.net._dp.record.ledger.to_dict())
         if not setup.apart and (not saved.past.known or ledger in self.reloaded):
             setup = replace(setup, key=None)
         self.reloaded.add(ledger)

@@ -124,7 +124,7 @@ def all_of(fit: Fit, path: Path) -> dict[str, Any]:
     callbacks = fit.trainer.callbacks
     fit.trainer.save_checkpoint(path / "weights.ckpt", weights_only=True)
     saved = torch.load(path / "weights.ckpt", weights_only=True)
-    del saved["opake_lightning"]["journal"]  # a name drawn for each run
+    del saved["opake_lightning"]["lineage"]  # a name drawn for each run
     mine = [c for c in callbacks if type(c).__module__.startswith("tests.")]
     told = {name: float(value) for name, value in fit.trainer.callback_metrics.items()}
     states = [callback.state_dict() for callback in callbacks]
@@ -160,6 +160,7 @@ _ITERATORS = (".averages.mean", ".counter", ".numbered")
 
 @one_at_a_time
 @pytest.mark.parametrize("name", [*REFUSED, *map(_kept, KEEPING)])
+@pytest.mark.usefixtures("same_noise")
 def test_what_a_loss_keeps_is_refused_before_the_first_step(tmp_path, name):
     def make() -> Trained:
         if name in REFUSED:
@@ -257,6 +258,7 @@ def test_what_a_loss_reaches_through_the_trainer(tmp_path, name):
 
 @one_at_a_time
 @pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.usefixtures("same_noise")
 def test_what_is_the_same_for_all_rows_may_stay(tmp_path, name):
     made: list[Any] = []
 

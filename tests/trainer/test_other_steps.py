@@ -10,8 +10,7 @@ import pytest
 from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
 from opake_lightning.trainer import _inputs
-from tests.trainer.helpers import Net, plan, run_fit, saver
-from tests.trainer.test_journal import record_of
+from tests.trainer.helpers import Net, made, plan, run_fit, saver
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
@@ -35,7 +34,7 @@ def test_all_rates_since_the_checkpoint_must_be_the_same(tmp_path, monkeypatch):
     run_fit(Net(), tmp_path, saver(tmp_path, every=1), **steps(5))
     run_fit(slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
     for net in (slower(), Net()):
-        with pytest.raises(CheckpointError, match=r"made 4 more.*learning rate"):
+        with pytest.raises(CheckpointError, match="made before, and came out otherwise"):
             run_fit(net, tmp_path, ckpt=tmp_path / "step=3.ckpt", **steps(7))
     # Those who made the last steps may make them again.
     run_fit(net := slower(), tmp_path, ckpt=tmp_path / "step=5.ckpt", **steps(7))
@@ -52,14 +51,13 @@ def test_steps_of_another_branch_that_cost_as_much_are_not_repeated(tmp_path):
     end = run_fit(forked("fork"), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(4))
     end.save_checkpoint(tmp_path / "fork.ckpt")
     run_fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
-    assert (net._dp.forks, net.privacy_spent().n_steps) == ((4,), 6)
-    with pytest.raises(CheckpointError, match="made 2 more"):
-        run_fit(forked(), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
+    assert (made(net), net.privacy_spent().n_steps) == ([6], 6)
     # The run itself may be killed, and repeats its own.
     run_fit(net := Net(), tmp_path, ckpt=tmp_path / "step=4.ckpt", **steps(6))
     assert net.privacy_spent().n_steps == 6
-    run_fit(net := forked("fork"), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
-    assert net.privacy_spent().n_steps == 8
+    # The fork goes on in its own segment, and asks for no other.
+    run_fit(net := forked(), tmp_path, ckpt=tmp_path / "fork.ckpt", **steps(6))
+    assert sorted(made(net)) == [2, 6]
 
 
 def test_a_key_that_was_saved_before_its_first_step_is_not_given_to_another_fit(tmp_path):
@@ -73,8 +71,6 @@ def test_a_key_that_was_saved_before_its_first_step_is_not_given_to_another_fit(
         run_fit(net, tmp_path, Saves())
     net.privacy = plan(clipping_norm=2.0)
     run_fit(net, tmp_path)
-    with pytest.raises(CheckpointError, match="made 8 more"):
-        run_fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
-    record_of(tmp_path).unlink()
     run_fit(resumed, tmp_path, ckpt=tmp_path / "start.ckpt")
     assert resumed._dp.state.noise.key != net._dp.state.noise.key
+    assert sorted(made(resumed)) == [8, 8]

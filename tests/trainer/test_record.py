@@ -1,142 +1,255 @@
-"""What one record makes of another: of a run that goes on, in other directories and processes."""
+"""The record of a run as a value, and as files in directories."""
 
 from __future__ import annotations
 
-import pickle
-import shutil
-from dataclasses import replace
-from itertools import combinations
+import json
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
 
-from opake_lightning.accounting import GaussianEvent, Ledger
+from opake_lightning.accounting import GaussianEvent, Ledger, Process, WholeRun
 from opake_lightning.errors import CheckpointError
-from opake_lightning.trainer._journal import (
-    Journal,
-    Spending,
-    file_name,
-    later,
-    most_recorded,
-    recorded,
+from opake_lightning.random import fold_in, key
+from opake_lightning.trainer._journal import Journal, file_name, read, read_on_rank_zero
+from opake_lightning.trainer._keys import derive
+from opake_lightning.trainer._record import (
+    Released,
+    RunRecord,
+    Segment,
+    merged,
+    new_lineage,
+    released_from,
+    released_to,
 )
 
 EVENT = GaussianEvent(1.0, 0.25)
+HORIZON = WholeRun(Process(((EVENT, 4),)), n_steps=6)
 
 
-class Fake:
-    """A run that has spent so much."""
-
-    def __init__(self, spending: Spending) -> None:
-        self.spending = spending
-
-
-def spent(n: int) -> Spending:
-    return Spending(Ledger().spend(EVENT, n), (), "a" * 16)
+def segment(n: int, *, event: object = EVENT, made_with: str = "1 rank") -> Segment:
+    one = Segment()
+    for _ in range(n):
+        one = one.then(event, made_with)
+    return one
 
 
-def kept(path: Path, n: int, name: str = "") -> Journal:
+def started(path: tuple[str, ...] = ()) -> RunRecord:
+    return RunRecord(new_lineage(), key(7), path).opened("fit", "", "inputs")
+
+
+def after(record: RunRecord, n: int, made_with: str = "1 rank") -> RunRecord:
+    for _ in range(n):
+        record = record.released_one(EVENT, made_with)
+    return record
+
+
+# -- what was released ----------------------------------------------------------------------------
+
+
+def test_merging_takes_the_larger_of_each_in_any_order():
+    parts = [{"a": segment(3), "b": segment(1)}, {"a": segment(2)}, {"b": segment(4)}, {}]
+    for order in permutations(parts):
+        assert merged(*order) == {"a": segment(3), "b": segment(4)}
+        assert merged(*order, *order) == merged(*order)
+    assert merged(merged(*parts[:2]), merged(*parts[2:])) == merged(*parts)
+
+
+def test_steps_that_are_made_again_cost_nothing_and_later_ones_do():
+    record = after(started(), 3)
+    again = after(started(), 1).knowing(record.released)
+    assert [again.to_repeat, again.n_steps] == [2, 3]
+    again = after(again, 2)
+    assert (again.to_repeat, again.step, again.released) == (0, 3, record.released)
+    assert after(again, 1).n_steps == 4
+
+
+def test_another_segment_counts_in_addition_and_has_another_key():
+    record = after(started(), 3)
+    fork = after(record.opened("fork", "nonce", "others"), 2)
+    assert (fork.begun, fork.step, fork.n_steps) == (3, 5, 5)
+    assert fork.ledger == Ledger().spend(EVENT, 5)
+    assert len({record.key, fork.key, key(7)}) == 3
+    assert fork.key == derive(key(7), fork.path)
+
+
+@pytest.mark.parametrize("other", [("fit", "", "others"), ("fit", "1", "inputs"), ("fork", "", "inputs")])
+def test_whatever_differs_has_another_key(other):
+    record = RunRecord("f", key(7))
+    assert record.opened(*other).key != record.opened("fit", "", "inputs").key
+    assert record.opened("fit", "", "inputs").key == record.opened("fit", "", "inputs").key
+
+
+def test_equal_horizons_are_each_paid_whole():
+    pair: Released = {name: segment(2, event=HORIZON) for name in ("a", "b")}
+    record = RunRecord("f", key(7), released=pair)
+    assert [(run.start, done) for run, done in record.ledger.horizons] == [(0, 2), (1, 2)]
+    alone = RunRecord("f", released={"a": pair["a"]})
+    assert record.ledger.epsilon(1e-5) > alone.ledger.epsilon(1e-5)
+
+
+def test_the_open_horizon_is_found_again_in_the_total():
+    """Whoever asks what a budget allows asks for more steps of it."""
+    record = started()
+    record = record.released_one(HORIZON, "1 rank")
+    mixed = record.knowing({"0": segment(5, event=HORIZON)})
+    for each in (mixed, RunRecord.from_plain(mixed.to_plain(secret=True))):
+        assert dict(each.ledger.horizons)[HORIZON] == 1
+
+
+def test_what_steps_were_made_with_is_known_of_each():
+    one = segment(3)
+    for how in ("2 ranks", "2 ranks", "1 rank"):
+        one = one.then(EVENT, how)
+    assert one.rounding == ((0, "1 rank"), (3, "2 ranks"), (5, "1 rank"))
+    assert one.rounding_since(0) == one.rounding_since(2) == {"1 rank", "2 ranks"}
+    assert one.rounding_since(5) == {"1 rank"}
+    assert one.rounding_since(6) == Segment().rounding_since(0) == set()
+
+
+# -- what becomes of a record ---------------------------------------------------------------------
+
+
+def test_no_key_of_a_copy_follows_from_what_is_public():
+    record = after(started(), 2)
+    copies = [record.copied() for _ in range(2)]
+    assert len({record.key, *(copy.key for copy in copies)}) == 3
+    assert {copy.released == record.released for copy in copies} == {True}
+    assert len({record.lineage, *(copy.lineage for copy in copies)}) == 3
+    # A named key does not lead to the same place either.
+    assert all(copy.key == derive(key(7), copy.path) for copy in copies)
+
+
+def test_reset_forgets_the_past_and_not_that_its_keys_were_used():
+    record = after(started(), 2)
+    reset = record.reset()
+    assert (reset.n_steps, reset.complete, reset.inputs) == (0, True, None)
+    assert len({record.key, reset.key, reset.reset().key, key(7)}) == 4
+    assert RunRecord("f").reset().path == ()  # of nothing
+
+
+def test_a_key_that_is_kept_apart_begins_at_its_root():
+    record = after(started(), 2)
+    assert record.rooted(key(8), apart=True).key == key(8)
+    assert record.rooted(key(8), apart=False).key == record.key
+    loaded = record.loaded()
+    assert loaded.key is None
+    assert loaded.rooted(key(7), apart=False).key not in (key(7), record.key)
+    # It is a run of its own, with a file of its own.
+    assert loaded.lineage == record.lineage != loaded.rooted(key(7), apart=False).lineage
+
+
+def test_what_is_public_holds_no_key_and_none_follows_from_it():
+    record = after(started(), 2)
+    text = json.dumps(record.public().to_plain(secret=False))
+    assert record.key is not None
+    assert record.key.hex() not in text
+    assert key(7).hex() not in text
+    assert fold_in(key(7), record.path[0]).hex() not in text
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_plain_values_are_plain_and_come_back(secret):
+    record = after(started(), 3).opened("fork", "1", "2")
+    plain = json.loads(json.dumps(record.to_plain(secret=secret)))
+    back = RunRecord.from_plain(plain)
+    assert (back if secret else RunRecord.from_plain({**plain, "key": record.key.hex()})) == record
+    assert (plain["key"] is None) == (not secret)
+
+
+PLAIN = after(started(), 1).to_plain(secret=True)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name != "version"])
+@pytest.mark.parametrize("value", [object(), 1.5, b"x"])
+def test_a_damaged_field_is_refused_by_name(name, value):
+    with pytest.raises(CheckpointError, match=name):
+        RunRecord.from_plain({**PLAIN, name: value})
+    with pytest.raises(CheckpointError, match=rf"lacks \['{name}'\]"):
+        RunRecord.from_plain({n: v for n, v in PLAIN.items() if n != name})
+
+
+@pytest.mark.parametrize("saved", [None, [], {"a": None}, {1: {}}, {"a": {"ledger": {}}}])
+def test_what_is_no_record_is_refused(saved):
+    with pytest.raises(CheckpointError):
+        released_from(saved)
+
+
+@pytest.mark.parametrize("rounding", [None, [1], [[0]], [["0", "1 rank"]], [[0, 1]], [[0, "a", 1]]])
+def test_what_tells_nothing_of_how_steps_were_made_is_refused(rounding):
+    plain = released_to({"a": segment(1)})
+    plain["a"]["rounding"] = rounding
+    with pytest.raises(CheckpointError, match="what steps were made with"):
+        released_from(plain)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(CheckpointError, match="unknown fields"):
+        RunRecord.from_plain({**PLAIN, "new": 1})
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def kept(path: Path, n: int, lineage: str = "") -> Journal:
     path.mkdir(exist_ok=True)
-    journal = Journal(name)
-    journal.keep_in(path, Fake(spent(n)))
+    journal = Journal(lineage or new_lineage())
+    journal.keep_in(path, {"a": segment(n)})
     return journal
 
 
-def test_the_later_of_two_has_more_steps_then_more_forks_and_is_else_the_second():
-    few, other, forked = Spending(), Spending(trail="a"), Spending(forks=(0,))
-    assert later(few, forked) is later(forked, few) is forked
-    assert later(few, other) is other
-    assert later(other, few) is few
-
-
-@pytest.mark.parametrize("n", [2, 5])
-def test_who_goes_on_with_a_file_keeps_the_most(n, tmp_path):
-    name = kept(tmp_path, 3).name
-    kept(tmp_path, n, name)
-    assert recorded(name, [tmp_path]) == spent(max(n, 3))
-
-
-def test_another_process_keeps_what_is_there(tmp_path):
-    journal = kept(tmp_path, 3)
-    other = pickle.loads(pickle.dumps(journal))
-    assert (other.name, other.directories) == (journal.name, journal.directories)
-    assert recorded(journal.name, [tmp_path]) == spent(3)
-    other.record(spent(4))
-    assert recorded(journal.name, [tmp_path]) == spent(4)
-
-
-def test_two_processes_that_go_on_at_once_do_not_write_over_each_other(tmp_path):
-    """The second begins later, and has come to less when it ends."""
+def test_what_two_processes_wrote_is_merged(tmp_path):
+    """Neither writes over the other, whichever ends last, and whatever each knew."""
     one = kept(tmp_path, 3)
-    other = kept(tmp_path, 3, one.name)
+    other = kept(tmp_path, 3, one.lineage)
     for n in (8, 9, 10):
-        one.record(spent(n))
-    for n in (4, 5):
-        other.record(spent(n))
-    assert recorded(one.name, [tmp_path]) == spent(10)
+        one.append({"a": segment(n)})
+    for n in (1, 2):
+        other.append({"a": segment(3), "fork": segment(n)})
+    assert read(one.lineage, [tmp_path]) == {"a": segment(10), "fork": segment(2)}
 
 
-def test_the_most_of_all_directories_counts(tmp_path):
+def test_all_directories_are_read(tmp_path):
     counts = {tmp_path / str(n): n for n in (3, 7, 2, 5, 1, 6)}
-    name = Journal().name
+    lineage = new_lineage()
     for path, n in counts.items():
-        kept(path, n, name)
+        kept(path, n, lineage)
     for some in combinations(counts, 2):
-        assert recorded(name, some) == spent(max(counts[path] for path in some))
+        assert read(lineage, some) == {"a": segment(max(counts[path] for path in some))}
+        assert read_on_rank_zero(lineage, some) == read(lineage, some)
 
 
-@pytest.mark.parametrize("known", [2, 4])
-def test_what_is_known_counts_if_it_is_more(known, tmp_path):
-    name = kept(tmp_path, 3).name
-    assert most_recorded(name, [tmp_path], spent(known)) == spent(max(3, known))
+def test_nothing_is_not_an_empty_record(tmp_path):
+    assert read(new_lineage(), [tmp_path, tmp_path / "none"]) is None
+    assert read_on_rank_zero(new_lineage(), [tmp_path]) is None
+    journal = Journal(new_lineage())
+    journal.keep_in(tmp_path, {})
+    assert read(journal.lineage, [tmp_path]) == {}
 
 
-def test_a_trail_tells_who_made_each_step_and_at_which_rate():
-    steps = [(("a",), 0.1), (("a",), 0.2), (("b",), 0.1), ((), None)]
-    one = Spending()
-    trails = {one.trail}
-    for words, rate in steps:
-        trails |= {one.then(EVENT, *other).trail for other in steps}
-        one = one.then(EVENT, words, rate)
-        assert one.then(EVENT, words).trail == one.trail  # no step
-    assert len(trails) == 1 + len(steps) ** 2  # whatever came before is in it
-    assert Spending().then(EVENT, ("a",), 0.1, 0.2) == Spending().then(EVENT, ("a",), 0.1).then(
-        EVENT, ("a",), 0.2
-    )
-
-
-def test_a_step_leaves_the_forks_and_a_record_reads_back():
-    one = replace(Spending(), forks=(0, 0)).then(EVENT, ("a",), 0.1, 0.1)
-    assert (one.ledger.n_steps, one.forks) == (2, (0, 0))
-    assert Spending.from_dict(one.to_dict()) == one
-
-
-@pytest.mark.parametrize(
-    "saved",
-    [
-        None,
-        {"ledger": Ledger().to_dict(), "forks": []},
-        {**Spending().to_dict(), "rate": 0.1},
-    ],
-)
-def test_what_is_no_record_is_refused(saved):
-    with pytest.raises(CheckpointError, match="no record of what was spent"):
-        Spending.from_dict(saved)
+def test_a_directory_that_joins_later_has_the_latest(tmp_path):
+    """A checkpoint may be on its way to the disk in another thread while a step is made."""
+    journal = kept(tmp_path / "a", 3)
+    journal.append({"a": segment(4)})
+    (tmp_path / "b").mkdir()
+    journal.keep_in(tmp_path / "b", {"a": segment(3)})
+    assert read(journal.lineage, [tmp_path / "b"]) == {"a": segment(4)}
 
 
 def test_a_step_is_not_written_over_the_one_before(tmp_path):
     journal = kept(tmp_path, 3)
     (file,) = tmp_path.iterdir()
     before = file.read_bytes()
-    journal.record(spent(4))
+    journal.append({"a": segment(4)})
     assert file.read_bytes()[:512] == before[:512]
 
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path):
-    name = Journal().name
-    (tmp_path / file_name(name, "0")).mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        recorded(name, [tmp_path])
+    lineage = new_lineage()
+    (tmp_path / file_name(lineage, "0")).mkdir()
+    for reads in (read, read_on_rank_zero):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            reads(lineage, [tmp_path])
 
 
 def test_a_directory_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
@@ -146,16 +259,5 @@ def test_a_directory_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_pa
     journal = kept(tmp_path, 3)
     monkeypatch.setattr("os.listdir", denied)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        recorded(journal.name, [tmp_path])
+        read(journal.lineage, [tmp_path])
     monkeypatch.undo()
-    assert recorded(journal.name, [tmp_path, tmp_path / "none"]) == spent(3)
-
-
-def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
-    journal = kept(tmp_path / "a", 3)
-    shutil.rmtree(tmp_path / "a")
-    journal.record(replace(spent(4), forks=tuple(range(1000))))
-
-
-def test_every_run_has_a_name_of_its_own():
-    assert len({Journal().name for _ in range(100)}) == 100

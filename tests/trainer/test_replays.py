@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from opake_lightning import CheckpointError, OpakeDDP
 from opake_lightning.random import key
 from opake_lightning.trainer._inputs import release_bits
-from opake_lightning.trainer._journal import Journal, Spending
+from opake_lightning.trainer._journal import Journal
 from opake_lightning.types import NoisedPytree
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, plan, run_fit, saver
@@ -84,8 +83,8 @@ def test_what_came_after_the_lost_steps_has_nothing_to_prove(tmp_path):
     ckpt = killed(tmp_path)
     for file in tmp_path.glob("*.bits"):
         content = file.read_bytes()
-        assert len(content) == 16 * 5
-        file.write_bytes(content[: 16 * 3 + 12])  # cut off: steps 3 and 4 are counted, and no more
+        assert len(content) == 8 * 5
+        file.write_bytes(content[: 8 * 3 + 4])  # cut off: steps 3 and 4 are counted, and no more
     run_fit(net := Rewritten(), tmp_path, ckpt=ckpt)
     assert net.privacy_spent().n_steps == 8
 
@@ -99,14 +98,14 @@ def test_a_file_that_is_gone_or_cannot_be_written_proves_nothing(tmp_path):
     assert net.privacy_spent().n_steps == 8
 
 
-def test_a_step_of_another_branch_has_the_same_number(tmp_path):
-    """They are told apart by who made them."""
-    journal = Journal()
-    journal.keep_in(tmp_path, SimpleNamespace(spending=Spending()))
-    journal.note_bits(3, "ab" * 8, b"abcdefgh")
-    assert Journal(journal.name).bits_of(3, "ab" * 8, [tmp_path / "none", tmp_path]) == b"abcdefgh"
-    for step, trail in ((3, "cd" * 8), (2, "ab" * 8), (4, "ab" * 8)):
-        assert journal.bits_of(step, trail, [tmp_path]) is None
+def test_a_proof_is_of_one_step_of_one_segment(tmp_path):
+    journal = Journal("1")
+    journal.keep_in(tmp_path, {})
+    journal.prove("ab" * 16, 3, b"abcdefgh")
+    places = [tmp_path / "none", tmp_path]
+    assert Journal("1").proof_of("ab" * 16, 3, places) == b"abcdefgh"
+    for segment, step in (("cd" * 16, 3), ("ab" * 16, 2), ("ab" * 16, 4)):
+        assert journal.proof_of(segment, step, [tmp_path]) is None
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_exports_hold_the_average(tmp_path, weights_only):
     loaded = Net.load_from_checkpoint(tmp_path / "step=6.ckpt", privacy=plan())
     _, short = fit(tmp_path / "short", max_steps=6)
     assert same(weights(loaded), averaged(short))
-    assert not same(weights(loaded), short._dp._parked)
+    assert not same(weights(loaded), short._dp.parked)
 
 
 def test_resume_from_every_step_restores_both(tmp_path):
@@ -100,13 +100,13 @@ def test_resume_from_every_step_restores_both(tmp_path):
     for step in range(1, 8):
         _, resumed = fit(tmp_path / f"{step}", ckpt=tmp_path / f"step={step}.ckpt")
         assert same(weights(resumed), weights(whole))
-        assert same(resumed._dp._parked, whole._dp._parked)
+        assert same(resumed._dp.parked, whole._dp.parked)
         assert resumed.privacy_spent() == whole.privacy_spent()
 
 
 def test_a_second_fit_goes_on_from_the_weights_that_were_trained(tmp_path):
     _, module = fit(tmp_path, max_epochs=1)
-    trained = {name: y.clone() for name, y in module._dp._parked.items()}
+    trained = {name: y.clone() for name, y in module._dp.parked.items()}
     module.seen.clear()
     fit(tmp_path / "second", module, max_epochs=1, num_sanity_val_steps=0)
     assert same(module.seen[0][1], trained)
@@ -126,7 +126,7 @@ def test_a_copy_shows_and_trains_the_same_weights(tmp_path):
     _, module = fit(tmp_path, max_epochs=1)
     twin = copy.deepcopy(module)
     assert same(weights(twin), weights(module))
-    assert same(twin._dp._parked, module._dp._parked)
+    assert same(twin._dp.parked, module._dp.parked)
 
 
 def test_learning_rate_monitor_shows_the_warmed_up_rate(tmp_path):

@@ -74,7 +74,7 @@ def test_every_trainer_saves_sealed(how, tmp_path):
     trainer = fit(Net(), tmp_path, saver(tmp_path), max_epochs=1, loader=loader, **how)
     path = tmp_path / "step=3.ckpt"
     assert check_seal(path)
-    assert list(tmp_path.glob(f"opake-{trainer.lightning_module._dp.journal.name}.*.steps"))
+    assert list(tmp_path.glob(f"opake-{trainer.lightning_module._dp.journal.lineage}.*.steps"))
     assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600  # it holds the key
 
@@ -91,7 +91,8 @@ def test_a_users_own_io_is_left_alone(tmp_path):
     assert type(trainer.strategy.checkpoint_io) is Own
     assert saved == ["step=3.ckpt"]
     assert not check_seal(tmp_path / "step=3.ckpt")
-    fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")  # which loads all the same
+    with pytest.warns(UserWarning, match="no record"):  # it tells nobody where it saves
+        fit(Net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")  # which loads all the same
 
 
 def test_a_sealed_file_is_an_ordinary_one(checkpoint, tmp_path):
@@ -102,7 +103,8 @@ def test_a_sealed_file_is_an_ordinary_one(checkpoint, tmp_path):
     assert loaded["global_step"] == 3
     torch.save(loaded, path)  # changed on purpose: there is no seal to be wrong
     assert not check_seal(path)
-    fit(Net(), tmp_path, ckpt=path)
+    with pytest.warns(UserWarning, match="no record"):
+        fit(Net(), tmp_path, ckpt=path)
 
 
 def test_loading_runs_no_code(tmp_path):
@@ -172,7 +174,7 @@ def test_a_file_that_was_cut_or_went_on_is_not_loaded(pad, checkpoint, tmp_path)
 
 PIECES = {
     "tensor": b"net.0.weight",
-    "key": b"noise/key",
+    "key": b"key_digest",
     "counter": b"noise/step",
     "ledger": b"segments",
     "epochs": b"completed",
@@ -310,7 +312,7 @@ class Breaks(ModelCheckpoint):
         if trainer.global_step == 6:
             if self.spoil is _lock:  # a file that is open for writing would keep it from that
                 journal = trainer.lightning_module._dp.journal
-                journal.__init__(journal.name)
+                journal.__init__(journal.lineage)
             self.repair = self.spoil(self.disk)
         super()._save_checkpoint(trainer, filepath)
 

@@ -13,15 +13,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from opake_lightning import CheckpointError, OpakeDDP, PoissonLoader, PrivacyError
+from opake_lightning import OpakeDDP, PoissonLoader, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
 from opake_lightning.serialization import state_dict
-from opake_lightning.trainer._keys import derived
-from opake_lightning.trainer._run import Run
+from opake_lightning.trainer._keys import derive
+from opake_lightning.trainer._run import Fit, Run
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan, run_fit, saver
 
@@ -65,7 +65,7 @@ def test_three_fits_compose_and_never_repeat_noise(tmp_path):
     assert not reused(fits[0], fits[1])
     assert not reused(fits[0] + fits[1], fits[2])
     expected = Ledger().spend(GaussianEvent(1.0, 0.25), 8).spend(GaussianEvent(1.0, 1 / 3), 3)
-    assert net._dp.ledger == expected
+    assert net._dp.record.ledger == expected
     assert net._dp.state.noise.step == 11
     spent = net.privacy_spent()
     assert (spent.n_steps, spent.epsilon) == (11, expected.epsilon(1e-5))
@@ -114,16 +114,16 @@ def test_a_deep_copy_has_the_past_of_its_original_and_is_not_moved_by_it(tmp_pat
     class Copies(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, at: int) -> None:
             if at == 2:
-                self.twin, self.past = copy.deepcopy(module)._dp, module._dp.spending
+                self.twin, self.past = copy.deepcopy(module)._dp, module._dp.record.released
                 self.moments = [m.clone() for m in moments_of(module._dp.state.optimizer)]
 
     net, copies = Net(plan(), lambda: adamw(0.1)), Copies()
     for _ in range(2):
         run_fit(net, tmp_path, copies, max_epochs=1)
-    assert copies.twin.spending == copies.past
-    assert copies.twin.forks == (4,)
+    assert copies.twin.record.released == copies.past
+    assert [segment.n_steps for segment in copies.past.values()] == [4, 2]
     assert len(copies.moments) > 1
-    assert all(map(torch.equal, moments_of(copies.twin.state.optimizer), copies.moments))
+    assert all(map(torch.equal, moments_of(copies.twin.optimizer), copies.moments))
 
 
 def moments_of(state: Any) -> list[torch.Tensor]:
@@ -198,7 +198,7 @@ def test_target_epsilon_counts_what_was_spent_before(tmp_path):
     spent = net.privacy_spent()
     assert 0 < before < 2.97 < spent.epsilon <= 3.0
     assert spent.n_steps == 12
-    (_, four), (event, eight) = net._dp.ledger.process.segments
+    (_, four), (event, eight) = net._dp.record.ledger.process.segments
     assert (four, eight) == (4, 8)
     assert event.noise_multiplier == spent.plan["noise_multiplier"]
 
@@ -283,9 +283,7 @@ def test_reloaded_loaders_go_on_where_the_last_one_stopped(tmp_path, strategy, l
 def test_a_fit_after_another_shares_no_noise_with_a_checkpoint_that_goes_on(mechanism, tmp_path):
     """Both come to step 4, with other data, and their difference must not be without noise."""
 
-    def resumed(*, found: bool = False, **trainer: Any) -> Net:
-        for record in () if found else tmp_path.glob("*.steps"):
-            record.unlink()  # as if the checkpoint had been copied elsewhere
+    def resumed(**trainer: Any) -> Net:
         net = still(mechanism())
         fitter = make_trainer(tmp_path, max_epochs=2, **trainer)
         fitter.fit(net, make_loader(), ckpt_path=tmp_path / "half.ckpt")
@@ -296,11 +294,10 @@ def test_a_fit_after_another_shares_no_noise_with_a_checkpoint_that_goes_on(mech
     trainer.fit(half, make_loader())
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     keys = {half._dp.state.noise.key, *(key_of_next_fit(half, tmp_path) for _ in range(2))}
-    with pytest.raises(CheckpointError, match="the run made 6 more, and not all with this plan"):
-        resumed(found=True)
+    assert len(keys) == 3
     assert resumed()._dp.state.noise.key in keys  # the run itself, to its end
-    for _ in range(2):  # as often as you like
-        keys.add(key_of_next_fit(resumed(callbacks=[StopAfter(1)]), tmp_path))
+    for steps in (1, 2):  # another past each time; the same one would come to the same noise
+        keys.add(key_of_next_fit(resumed(callbacks=[StopAfter(steps)]), tmp_path))
     assert len(keys) == 5
 
 
@@ -309,17 +306,15 @@ def test_a_fit_after_a_resume_that_had_nothing_left_to_do_shares_no_noise_either
     trainer = make_trainer(tmp_path, max_epochs=1)
     trainer.fit(still(), make_loader())
     trainer.save_checkpoint(end)
-    for _ in range(2):
-        for record in tmp_path.glob("*.steps"):
-            record.unlink()
+    for data in (Points(30), Points(31)):
         net = still()
         make_trainer(tmp_path, max_epochs=1).fit(net, make_loader(), ckpt_path=end)
-        keys.add(key_of_next_fit(net, tmp_path))
-    assert len(keys) == 3
+        keys |= {net._dp.state.noise.key, key_of_next_fit(net, tmp_path, data)}
+    assert len(keys) == 4
 
 
-def key_of_next_fit(net: Net, path: Any) -> Any:
-    make_trainer(path, max_epochs=1).fit(net, make_loader(Points(30), batch_size=10))
+def key_of_next_fit(net: Net, path: Any, data: Any = None) -> Any:
+    make_trainer(path, max_epochs=1).fit(net, make_loader(data or Points(30), batch_size=10))
     return net._dp.state.noise.key
 
 
@@ -353,10 +348,10 @@ def test_what_is_loaded_from_one_pickle_twice_shares_no_noise(fits, tmp_path):
 def test_processes_that_a_run_is_forked_into_share_no_key(fits, tmp_path):
     net = still()
     noise_of_fit(net, tmp_path)
-    run = net._dp if fits else copy.deepcopy(net)._dp
+    net = net if fits else copy.deepcopy(net)
 
     def next_key() -> str:
-        return run.for_another_fit(run.state.noise.key).hex()
+        return key_of_next_fit(net, tmp_path).hex()
 
     def in_a_fork() -> str:
         out, into = os.pipe()
@@ -368,7 +363,7 @@ def test_processes_that_a_run_is_forked_into_share_no_key(fits, tmp_path):
         return os.read(out, 100).decode()
 
     assert len({in_a_fork(), in_a_fork(), next_key()}) == 3
-    assert run.words[-1] == "fit 1" or not fits  # while the run itself is reproducible
+    assert net._dp.record.path[-1].startswith("fit::")  # while the run itself is reproducible
 
 
 @pytest.mark.slow
@@ -379,21 +374,24 @@ def test_a_second_fit_in_started_processes_is_reproducible(method, tmp_path):
     for _ in range(2):
         trainer = make_trainer(tmp_path, strategy=OpakeDDP(start_method=method), max_epochs=1)
         trainer.fit(net, make_loader())
-    assert net._dp.words == ("fit 1",)
+    assert [entry.split(":")[:2] for entry in net._dp.record.path] == [["fit", ""]] * 2
 
 
-@pytest.mark.parametrize("part", ["_step_of", "_take"])
-def test_a_fit_that_fails_before_its_first_step_leaves_no_used_key(part, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "part"), [(Fit, "step"), (Run, "go_on")])
+def test_a_fit_that_fails_before_its_first_step_leaves_no_used_key(
+    kind, part, tmp_path, monkeypatch
+):
     net = still()
     noise_of_fit(net, tmp_path)
     before = net._dp.state.noise.key
-    kept = getattr(Run, part)
-    monkeypatch.setattr(Run, part, lambda: "which takes more arguments")
+    kept = getattr(kind, part)
+    monkeypatch.setattr(kind, part, lambda: "which takes more arguments")
     with pytest.raises(TypeError, match="takes 0 positional arguments"):
         noise_of_fit(net, tmp_path)
-    monkeypatch.setattr(Run, part, kept)
+    assert (net._dp.state.noise.key, net.privacy_spent().n_steps) == (before, 4)
+    monkeypatch.setattr(kind, part, kept)
     noise_of_fit(net, tmp_path)
-    assert before != net._dp.state.noise.key == derived(key(7), net._dp.words)
+    assert before != net._dp.state.noise.key == derive(key(7), net._dp.record.path)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
@@ -447,6 +445,7 @@ def test_started_processes_that_fail_have_used_their_keys_and_are_counted(fits, 
     assert used("b") != used("c")
     # The first fit's record, which is where the main process can look, knows of them as well.
     assert net.privacy_spent().n_steps == (4 + 3 + 4 if fits else 4)
+    assert net.privacy_spent().complete == bool(fits)
 
 
 def test_second_and_third_fits_are_reproducible(tmp_path):
