@@ -65,9 +65,8 @@ class Segment:
 
     def rounding_since(self, step: int) -> set[str]:
         """What the steps from ``step`` on were made with."""
-        ends = [start for start, _ in self.rounding[1:]] + [self.n_steps]
-        pairs = zip(self.rounding, ends, strict=True)
-        return {rounding for (_, rounding), end in pairs if end > step}
+        ends = [*(start for start, _ in self.rounding[1:]), self.n_steps]
+        return {how for (_, how), end in zip(self.rounding, ends, strict=False) if end > step}
 
 
 Released = Mapping[str, Segment]
@@ -162,7 +161,7 @@ class RunRecord:
             for run, done in segment.ledger.horizons:
                 # Two segments may begin at one step; each is paid whole.
                 while run in known and name != own:
-                    run = replace(run, start=run.start + 1)  # noqa: PLW2901
+                    run = replace(run, start=run.start + 1)
                 known.add(run)
                 total = total.spend(run, done)
         return total

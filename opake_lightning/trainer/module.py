@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
-from torch import Tensor, nn
+from torch import Tensor
 
 from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.clipping import AdaptiveClipState

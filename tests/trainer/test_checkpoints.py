@@ -350,6 +350,7 @@ def test_two_runs_without_a_key_differ(tmp_path):
 # -- forks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*there is no record of released steps:UserWarning")
 @pytest.mark.parametrize("field", CHANGES)
 def test_fork_goes_on_with_a_new_key_and_the_old_ledger(field, tmp_path):
     changed, loader, trainer = CHANGES[field]

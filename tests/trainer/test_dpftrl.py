@@ -46,7 +46,8 @@ def test_batches_are_those_of_the_plan(name, single_device, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         make_trainer(tmp_path, callbacks=[draws], **strategy).fit(net, loader)
     mechanism = net._dp.mechanism
-    assert draws.seen == {t: mechanism.draw(key(7), t).tolist() for t in range(8)}
+    live, _ = net._dp.position()
+    assert draws.seen == {t: mechanism.draw(live, t).tolist() for t in range(8)}
     log = f"training DataLoader now draws {net.privacy.drawing(24, 6)}."
     assert (log in caplog.text) is not single_device
 
@@ -146,6 +147,7 @@ def test_every_part_of_the_plan_is_in_the_summary(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["band_mf", "pair_band_mf_identity"])
+@pytest.mark.usefixtures("same_noise")
 def test_diagnostics_know_the_noise_of_the_step(name, tmp_path):
     class Ratios(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -380,10 +382,10 @@ def test_checkpoints_are_plain_and_exports_hold_no_secret(name, tmp_path):
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     whole = torch.load(tmp_path / "all.ckpt", weights_only=True)
     run = whole["optimizer_states"][0]["opake_lightning"]
-    assert run["state"]["noise/key"] == key(7).hex()
+    assert run["record"]["key"] == net._dp.record.key.hex()
     export = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     text = str({k: v for k, v in export.items() if k != "state_dict"})
-    assert key(7).hex() not in text
+    assert not any(secret.hex() in text for secret in (key(7), net._dp.record.key))
     assert "noise/" not in text
     loaded = Net.load_from_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert loaded.privacy_spent() == net.privacy_spent()

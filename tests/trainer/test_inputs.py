@@ -25,6 +25,7 @@ from tests.trainer.helpers import (
     Net,
     Points,
     assert_same,
+    made,
     make_loader,
     make_trainer,
     plan,
@@ -91,17 +92,17 @@ def saved(tmp_path: Any) -> Any:
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_changed_input_is_refused_and_forks_if_asked_to(name, saved, tmp_path):
     """Also where no later step is recorded: another process may go on from the same file."""
-    made, data, match = CHANGED[name]
+    changed, data, match = CHANGED[name]
     settings: dict[str, Any] = {"max_steps": 6, "max_epochs": -1, "ckpt": saved}
     if data:
         settings["loader"] = make_loader(data["loader"]())
-    refused = net(**made)
+    refused = net(**changed)
     with pytest.raises(CheckpointError, match=rf"these differ: {match}"):
         run_fit(refused, tmp_path, **settings)
-    forked, straight = net(**made, on_changed_plan="fork"), net()
+    forked, straight = net(**changed, on_changed_plan="fork"), net()
     run_fit(forked, tmp_path, **settings)
     assert forked.privacy_spent().n_steps == 6
-    assert forked._dp.forks == (4,)
+    assert made(forked) == [4, 2]
     run_fit(straight, tmp_path / "straight", max_steps=6, max_epochs=-1)
     assert forked._dp.state.noise.key != straight._dp.state.noise.key
 
@@ -241,8 +242,13 @@ class Rows(Points):
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rows_of_any_plain_kind_are_compared(make, workers):
-    same = [inputs_of(NonPrivate(), sgd(0.1), loader(Rows(make), num_workers=workers)).rows for _ in range(2)]
-    other = inputs_of(NonPrivate(), sgd(0.1), loader(Rows(lambda i: make(i + 1)), num_workers=workers)).rows
+    same = [
+        inputs_of(NonPrivate(), sgd(0.1), loader(Rows(make), num_workers=workers)).rows
+        for _ in range(2)
+    ]
+    other = inputs_of(
+        NonPrivate(), sgd(0.1), loader(Rows(lambda i: make(i + 1)), num_workers=workers)
+    ).rows
     assert same[0] == same[1] != other
     assert same[0]
     assert other
@@ -250,12 +256,10 @@ def test_rows_of_any_plain_kind_are_compared(make, workers):
 
 def test_the_order_of_values_is_a_part_of_a_row():
     one = inputs_of(
-        NonPrivate(),
-        sgd(0.1), loader(Rows(lambda i: (torch.tensor([i]), torch.tensor([2 * i]))))
+        NonPrivate(), sgd(0.1), loader(Rows(lambda i: (torch.tensor([i]), torch.tensor([2 * i]))))
     ).rows
     two = inputs_of(
-        NonPrivate(),
-        sgd(0.1), loader(Rows(lambda i: (torch.tensor([2 * i]), torch.tensor([i]))))
+        NonPrivate(), sgd(0.1), loader(Rows(lambda i: (torch.tensor([2 * i]), torch.tensor([i]))))
     ).rows
     assert one != two
 
@@ -265,7 +269,9 @@ def test_random_rows_are_compared_as_drawn_and_nobody_else_draws_otherwise(worke
     """Augmentation from the global generators is a function of the seed."""
     state = torch.get_rng_state()
     noisy = Rows(lambda i: torch.randn(2) + float(np.random.rand()))  # noqa: NPY002
-    found = [inputs_of(NonPrivate(), sgd(0.1), loader(noisy, num_workers=workers)).rows for _ in range(2)]
+    found = [
+        inputs_of(NonPrivate(), sgd(0.1), loader(noisy, num_workers=workers)).rows for _ in range(2)
+    ]
     assert found[0] == found[1] != ""
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -274,7 +280,7 @@ def test_rows_that_differ_when_read_again_or_cannot_be_read_are_not_compared():
     own = np.random.default_rng(0)
     for make in (lambda i: own.normal(), lambda i: object(), lambda i: 1 // (i - 3)):
         assert inputs_of(NonPrivate(), sgd(0.1), loader(Rows(make))).rows == ""
-    none, some = Inputs({}, "", ""), Inputs({}, "", "some")
+    none, some = (Inputs({}, "sgd", {}, "", rows) for rows in ("", "some"))
     for one, other in ((none, some), (some, none)):
         assert one.changed(other.saved(key(7)), key(7)) == []
 

@@ -230,6 +230,7 @@ def test_a_fork_has_new_noise_and_resumes_as_itself(tmp_path, make, new, held):
     resumes_alike(forked, tmp_path, "b", 5, whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*there is no record of released steps:UserWarning")
 def test_two_forks_of_one_checkpoint_share_no_noise(path):
     keys = set()
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def test_another_segment_counts_in_addition_and_has_another_key():
     assert fork.key == derive(key(7), fork.path)
 
 
-@pytest.mark.parametrize("other", [("fit", "", "others"), ("fit", "1", "inputs"), ("fork", "", "inputs")])
+@pytest.mark.parametrize(
+    "other", [("fit", "", "others"), ("fit", "1", "inputs"), ("fork", "", "inputs")]
+)
 def test_whatever_differs_has_another_key(other):
     record = RunRecord("f", key(7))
     assert record.opened(*other).key != record.opened("fit", "", "inputs").key
@@ -261,3 +264,10 @@ def test_a_directory_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_pa
     with pytest.raises(CheckpointError, match="cannot be read"):
         read(journal.lineage, [tmp_path])
     monkeypatch.undo()
+    assert read(journal.lineage, [tmp_path, tmp_path / "none"]) == {"a": segment(3)}
+
+
+def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
+    journal = kept(tmp_path / "a", 3)
+    shutil.rmtree(tmp_path / "a")
+    journal.append({f"{n}": segment(1) for n in range(100)})

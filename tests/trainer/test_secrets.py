@@ -112,9 +112,9 @@ def test_the_search_finds_a_key_however_it_is_written(write):
 
 def told_by(net: Any, error: BaseException, *, local: bool) -> str:
     """All that somebody might print of a run and its parts, and of its failure."""
-    run = net._dp
-    things = [net, net.privacy, run, run.mechanism, run.state, run.plan, run.ledger, run.journal]
-    things += [run.state.noise, run.state.clip, run.position(), run.spending, run.public()]
+    run = net.optimizers(use_pl_optimizer=False)._run
+    things = [net, net.privacy, run, run.mechanism, run.state, run.record, run.fit, run.journal]
+    things += [run.state.noise, run.state.clip, run.position(), run.past(), run.record.public()]
     things += [net.privacy_spent(), net.hparams, run.mechanism.fingerprint(), run._step]
     things += [run._step.noise_fn, run._step.grad_fn, net.optimizers(use_pl_optimizer=False)]
     whole = traceback.TracebackException.from_exception(error, capture_locals=local)
@@ -215,8 +215,8 @@ def test_torch_export_holds_no_key(trained, tmp_path):
     program = torch.export.export(trained.net.eval(), (Points().x[:2],))
     torch.export.save(program, tmp_path / "net.pt2")
     assert (tmp_path / "net.pt2").stat().st_size > 0
-    assert files_with(tmp_path, KEY) == []
-    assert not found_in(str(program), KEY)
+    assert files_with(tmp_path, KEY, trained._dp.record.key) == []
+    assert not found_in(str(program), KEY, trained._dp.record.key)
 
 
 # What torch 2.14 says of both, and what files hold that people still write with them.
@@ -232,14 +232,14 @@ def test_torchscript_holds_no_key(trained, tmp_path, how):
     else:
         script = trained.to_torchscript()
     torch.jit.save(script, tmp_path / "net.ts")
-    assert files_with(tmp_path, KEY) == []
+    assert files_with(tmp_path, KEY, trained._dp.record.key) == []
 
 
 def test_onnx_holds_no_key(trained, tmp_path):
     pytest.importorskip("onnx", reason="onnx is not installed")
     pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript, which is not installed")
     trained.to_onnx(tmp_path / "net.onnx", Points().x[:2], dynamo=True)
-    assert files_with(tmp_path, KEY) == []
+    assert files_with(tmp_path, KEY, trained._dp.record.key) == []
 
 
 @pytest.mark.parametrize("kept_apart", [False, True])
@@ -251,7 +251,7 @@ def test_a_pickled_module_holds_no_live_key(trained, kept_apart, tmp_path):
         net.privacy = plan(key=KEY, key_in_checkpoint=False)
         make_trainer(tmp_path).fit(net, make_loader())
     # What a spawn of the module hands on, and what the plan holds, is not asked for here.
-    live, net.privacy = net._dp.state.noise.key, None
+    live, net.privacy = net._dp.record.key, None
     buffer = io.BytesIO()
     torch.save(net, buffer)
     for written in (buffer.getvalue(), pickle.dumps(net), pickle.dumps(net._dp)):
@@ -259,7 +259,7 @@ def test_a_pickled_module_holds_no_live_key(trained, kept_apart, tmp_path):
         assert not found_in(written, live)
     again = pickle.loads(pickle.dumps(net))
     assert again.privacy_spent() == net.privacy_spent()
-    assert again._dp.state is None
+    assert again._dp.record.key is None
 
 
 # -- hyperparameters ------------------------------------------------------------------------------
