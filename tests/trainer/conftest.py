@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 
-from opake_lightning.trainer._record import RunRecord
+from tests.trainer.helpers import on_plans_key
 
 
 @pytest.fixture
-def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_noise() -> Iterator[None]:
     """Let a named key be that of the first fit, whatever its inputs, to compare two of them."""
-    opened = RunRecord.opened
-
-    def as_named(self: RunRecord, word: str, nonce: str, inputs: str) -> RunRecord:
-        del inputs
-        if self.path or nonce:
-            return opened(self, word, nonce, "")
-        return replace(self, path=("named",), begun=0, step=0)
-
-    monkeypatch.setattr(RunRecord, "opened", as_named)
+    with on_plans_key():
+        yield

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +28,7 @@ from opake_lightning.plan import Plan
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
 from opake_lightning.serialization import state_dict
+from opake_lightning.trainer._record import RunRecord
 
 N_EXAMPLES = 24
 BATCH_SIZE = 6
@@ -243,3 +247,18 @@ def accepted(path, module=None, loader=None, steps=4, **trainer):
 def made(module: Any) -> list[int]:
     """How many steps are known of each segment of the module's run."""
     return [segment.n_steps for segment in module._dp.record.released.values()]
+
+
+@contextmanager
+def on_plans_key() -> Iterator[None]:
+    """Let a named key be that of the first fit, whatever its inputs."""
+    opened = RunRecord.opened
+
+    def as_named(self: RunRecord, word: str, nonce: str, inputs: str) -> RunRecord:
+        del inputs
+        if self.path or nonce:
+            return opened(self, word, nonce, "")
+        return replace(self, path=("named",), begun=0, step=0)
+
+    with mock.patch.object(RunRecord, "opened", as_named):
+        yield

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from tests.trainer.machine_observer import DELTA, KilledError, Saved, digest, weights_of
+from tests.trainer.machine_observer import DELTA, KilledError, Saved, all_of, digest, weights_of
 
 
 class Track(pl.Callback):
@@ -34,7 +34,7 @@ class Track(pl.Callback):
 
     def _check(self, module: Any) -> None:
         ledger = module._dp.record.ledger
-        assert ledger.n_steps == len(self._machine.observer.past.known)
+        assert ledger.n_steps == len(all_of(self._machine.observer.past.known))
         epsilon = ledger.epsilon(DELTA)
         assert epsilon >= self._epsilon
         self._epsilon = epsilon

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
@@ -122,14 +122,15 @@ class Release:
     part: int  # of which part of the history: a fit, a fork or a copy begins a new one
 
 
-Releases = tuple[Release, ...]
+# Of each part of the history, in order.
+Releases = Mapping[int, tuple[Release, ...]]
 
 
 @dataclass
 class Record:
     """All releases that the record of a run, in one folder, must know of."""
 
-    known: Releases = ()
+    known: Releases = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,22 +141,26 @@ class Past:
     folder: Path
     part: int
     horizon: Horizon | None
-    # All releases that it counts; the first ``made`` of them are its own steps.
-    known: Releases = ()
+    # All releases that it counts; the first ``made`` of its own part are its own steps.
+    known: Releases = field(default_factory=dict)
     made: int = 0
     record: Record = field(default_factory=Record, compare=False)
     # What was recorded beside the weights that were loaded: counted from the next fit on.
-    since: Releases = ()
+    since: Releases = field(default_factory=dict)
     # No second fit, fork or copy yet: it must be as the unbroken run of its key.
     unbroken: bool = True
 
     def counted(self) -> Releases:
         """All that a fit that begins now has to count."""
-        return longest(self.known, self.since)
+        return together(self.known, self.since)
+
+    def own(self) -> tuple[Release, ...]:
+        """What is known of its part."""
+        return self.known.get(self.part, ())
 
     def begun(self, setup: Setup, part: int, horizon: Horizon | None, *, after: Releases) -> Past:
         """The past of a new part, which comes after ``after``."""
-        spent: dict[str, Any] = {"known": after, "made": len(after), "since": ()}
+        spent: dict[str, Any] = {"known": after, "made": 0, "since": {}}
         return replace(self, setup=setup, part=part, horizon=horizon, unbroken=False, **spent)
 
 
@@ -170,15 +175,17 @@ class Saved:
 
     def recorded(self) -> Releases:
         """All that a resume, or a new fit, from here has to count."""
-        return longest(self.past.known, self.past.record.known)
-
-    def to_repeat(self) -> Releases:
-        """The recorded releases that came after this one's own steps."""
-        return self.recorded()[self.past.made :]
+        return together(self.past.known, self.past.record.known)
 
 
-def longest(*histories: Releases) -> Releases:
-    return max(histories, key=len)
+def together(*histories: Releases) -> Releases:
+    """The most that is known of each part."""
+    parts = {part for history in histories for part in history}
+    return {part: max((h.get(part, ()) for h in histories), key=len) for part in parts}
+
+
+def all_of(releases: Releases) -> list[Release]:
+    return [release for part in releases.values() for release in part]
 
 
 class KilledError(Exception):
@@ -200,7 +207,7 @@ class Observer:
         if self.gradients.setdefault(streams[0], said) != said:
             self.faults.append(f"stream {streams[0]} was added to two gradients")
         past: Past = self.past
-        own = {release.stream for release in past.known[: past.made] if release.cost == cost}
+        own = {release.stream for release in past.own()[: past.made] if release.cost == cost}
         for earlier in streams[1:]:  # regenerated: correlated noise may use its own again
             if earlier not in own:
                 self.faults.append(f"stream {earlier} is of another horizon")
@@ -212,10 +219,11 @@ class Observer:
 
     def released(self, release: Release) -> None:
         past: Past = self.past
-        if past.made == len(past.known):
-            past = replace(past, known=(*past.known, release))
-            past.record.known = longest(past.record.known, past.known)
-        elif past.known[past.made] != release:
+        own = past.own()
+        if past.made == len(own):
+            past = replace(past, known={**past.known, past.part: (*own, release)})
+            past.record.known = together(past.record.known, past.known)
+        elif own[past.made] != release:
             self.faults.append(f"step {past.made} was not repeated, and is not counted")
         self.past = replace(past, made=past.made + 1)
 
@@ -259,9 +267,10 @@ def weights_of(net: Net) -> str:
 def epsilon_of(releases: Releases) -> float:
     """ε by the accountant of dp_accounting, and sensitivities by trying all participations."""
     costs: Counter[tuple[float, float]] = Counter()
-    for one in {r.cost for r in releases if isinstance(r.cost, Horizon)}:
+    found = [release.cost for release in all_of(releases)]
+    for one in {cost for cost in found if isinstance(cost, Horizon)}:
         costs.update(_cost_of(one))
-    costs.update(r.cost for r in releases if isinstance(r.cost, tuple))
+    costs.update(cost for cost in found if isinstance(cost, tuple))
     return _composed(tuple(sorted(costs.items())))
 
 

@@ -39,7 +39,8 @@ from opake_lightning.accounting import Ledger
 from opake_lightning.dpsgd import noise as independent_noise
 from opake_lightning.dpsgd.sampling import rank_share
 from opake_lightning.random import RngKey, key
-from tests.trainer.helpers import Net, Points, make_loader, make_trainer
+from opake_lightning.trainer._run import Run
+from tests.trainer.helpers import Net, Points, make_loader, make_trainer, on_plans_key
 from tests.trainer.machine_callbacks import Break, Stop, Track
 from tests.trainer.machine_observer import (
     CHANGES,
@@ -53,6 +54,7 @@ from tests.trainer.machine_observer import (
     Releases,
     Saved,
     Setup,
+    all_of,
     epsilon_of,
     weights_of,
 )
@@ -60,6 +62,7 @@ from tests.trainer.machine_observer import (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
     pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model"),
+    pytest.mark.filterwarnings("ignore:.*there is no record of released steps:UserWarning"),
 ]
 
 SETUPS = [
@@ -80,7 +83,6 @@ class Machine(RuleBasedStateMachine):
         self.path = Path(self._folder.name)
         self.observer = Observer()
         self.saved: list[Saved] = []
-        self.reloaded: set[str] = set()
         self.weights: dict[tuple[str, int], str] = {}
         self.numbers = itertools.count()
 
@@ -209,7 +211,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_counts_what_was_released(self) -> None:
         """No fewer, nor more: what a kill interrupts here was recorded, or was not released."""
-        seen = self.past.known
+        seen = all_of(self.past.known)
         assert self.net.privacy_spent().n_steps == len(seen)
         assert len({release.stream for release in seen}) == len(seen)  # a step, a stream
 
@@ -233,7 +235,7 @@ class Machine(RuleBasedStateMachine):
 
     def is_ready(self) -> bool:
         """Not so a module that was only loaded, or whose last fit was refused."""
-        return self.net._dp.state is not None and self.net._dp.mechanism is not None
+        return isinstance(self.net._dp, Run)
 
     def choose(self, where: Any) -> Saved:
         """One of the checkpoints, by number: they are too long to print."""
@@ -246,8 +248,6 @@ class Machine(RuleBasedStateMachine):
 
     def fit_again(self, change: str | None, **how: Any) -> None:
         """Fit the module at hand once more; a target that is spent refuses it."""
-        if change == "key" and self.net._dp.state is None:
-            change = None  # see ``load``
         setup, counted = self.past.setup.changed(change), self.past.counted()
         part, horizon = next(self.numbers), self.new_horizon(setup)
         past = self.past.begun(setup, part, horizon, after=counted)
@@ -274,8 +274,7 @@ class Machine(RuleBasedStateMachine):
             saved = self.copy_elsewhere(saved)
         before = saved.past.setup
         named = None if setup == before else before.refused_for(change)
-        part, known, rest = saved.past.part, saved.recorded(), saved.to_repeat()
-        forks = named is not None or any(r.part != part for r in rest)
+        known, forks = saved.recorded(), named is not None
         if forks and how == "refuse":
             self.expect_refusal(saved, setup, named)
             return
@@ -294,11 +293,8 @@ class Machine(RuleBasedStateMachine):
                 raise
             self.load(saved)
 
-    def expect_refusal(self, saved: Saved, setup: Setup, named: str | None) -> None:
-        after, net = len(saved.to_repeat()), setup.net()
-        told = f"the run made {after} more, and not all with this plan"
-        if named is not None:
-            told = rf"these differ: ([\w ]+ \(.*\), )*{re.escape(named)}[ .]"
+    def expect_refusal(self, saved: Saved, setup: Setup, named: str) -> None:
+        net, told = setup.net(), rf"these differ: ([\w ]+ \(.*\), )*{re.escape(named)}[ .]"
         weights, past = weights_of(net), replace(saved.past, setup=setup)
         with (
             self.observer.watching(past),
@@ -327,19 +323,11 @@ class Machine(RuleBasedStateMachine):
         return Saved(path, self.past, 0, weights_of(self.net))
 
     def load(self, saved: Saved) -> None:
-        """Take up the weights of a checkpoint.
-
-        Who names a key, keeps it in checkpoints, and twice begins with it from the same ledger, or
-        from none, starts two runs with one key. That is not done here.
-        """
+        """Take up the weights of a checkpoint."""
         setup = saved.past.setup
         kwargs: dict[str, Any] = {"privacy": setup.plan(), "optimizer": setup.optimizer}
         self.net = Net.load_from_checkpoint(saved.path, weights_only=True, **kwargs)
         assert weights_of(self.net) == saved.weights
-        ledger = str(self.net._dp.record.ledger.to_dict())
-        if not setup.apart and (not saved.past.known or ledger in self.reloaded):
-            setup = replace(setup, key=None)
-        self.reloaded.add(ledger)
         since = saved.past.record.known
         self.past = replace(saved.past, setup=setup, record=Record(), since=since, unbroken=False)
 
@@ -383,7 +371,7 @@ def _is_spent(error: PrivacyError, setup: Setup, counted: Releases) -> bool:
 
 @lru_cache(maxsize=64)
 def _unbroken(setup: Setup, rng: RngKey) -> dict[int, str]:
-    """The weights after each step of a run that nothing happens to."""
+    """The weights after each step of a run on this key that nothing happens to."""
     net = replace(setup, key=rng, apart=False).net()
     weights = {0: weights_of(net)}
 
@@ -391,7 +379,7 @@ def _unbroken(setup: Setup, rng: RngKey) -> dict[int, str]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             weights[trainer.global_step] = weights_of(pl_module)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, on_plans_key():
         limits = {"max_steps": setup.max_steps, "max_epochs": -1}
         trainer = make_trainer(Path(folder), **limits, callbacks=[Note()])
         trainer.fit(net, make_loader(Points(setup.n_examples), setup.batch_size))
