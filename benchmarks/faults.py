@@ -31,7 +31,6 @@ import torch
 from lives import N_STEPS, SAVE_EVERY, Life, Outcome, best_checkpoint, outcome, seen, warm_up
 
 from opake_lightning import CheckpointError
-from opake_lightning.accounting import Ledger
 from opake_lightning.trainer import _checkpoint_io
 from opake_lightning.trainer._checkpoint_io import SealedCheckpointIO
 from opake_lightning.trainer._run import Run
@@ -424,7 +423,7 @@ def _saved_steps(folder: Path) -> int:
     if path is None:
         return 0
     run = torch.load(path, weights_only=True)["optimizer_states"][0]["opake_lightning"]
-    return Ledger.from_dict(run["ledger"]).n_steps
+    return run["record"]["step"]
 
 
 @contextmanager

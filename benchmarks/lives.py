@@ -280,7 +280,10 @@ def _end_of(net: Any) -> dict[str, Any]:
     from opake_lightning.serialization import state_dict
 
     digest = hashlib.sha256()
-    flat = {**state_dict(net._dp.state), **{n: p.detach() for n, p in net.named_parameters()}}
+    flat = {
+        **state_dict(net._dp.state, keys=False),
+        **{n: p.detach() for n, p in net.named_parameters()},
+    }
     for name, value in flat.items():
         content = value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
         digest.update(name.encode() + content)

@@ -109,10 +109,15 @@ class Past:
         return Past(self.record.reset())
 
     @classmethod
+    def unknown(cls) -> Past:
+        """That of weights whose cost nobody has told."""
+        return cls(RunRecord("", complete=False))
+
+    @classmethod
     def loaded(cls, saved: Any) -> Past:
         """That of weights from a file: a new fit takes a new key."""
-        if saved is None:  # trained on something, at a cost that nobody wrote down
-            return cls(RunRecord("", complete=False))
+        if saved is None:
+            return cls.unknown()
         return cls(RunRecord.from_plain(saved).loaded())
 
     def joined_by(self, loaded: Past) -> None:

@@ -35,7 +35,6 @@ from opake_lightning.trainer._loss import is_in_loss
 from opake_lightning.trainer._past import Past
 from opake_lightning.trainer._prepare import configure, refuse_replaced
 from opake_lightning.trainer._progress import count_epoch, settle
-from opake_lightning.trainer._record import RunRecord
 from opake_lightning.trainer._refusals import (
     check_hyperparameters,
     check_loadable,
@@ -128,14 +127,19 @@ class DPMixin:
         )
 
     def privacy_spent(self) -> PrivacySpent:
-        """ε, δ, number of steps and plan so far; also after ``load_from_checkpoint``."""
-        return (self._dp or Past(RunRecord(""))).spent()
+        """ε, δ, number of steps and plan so far; also after ``load_from_checkpoint``.
+
+        Of a module that was neither fitted nor loaded, ``complete`` is False: nobody has told what
+        its weights have cost.
+        """
+        return (self._dp or Past.unknown()).spent()
 
     def reset_privacy(self) -> None:
         """Forget what was spent and take a new key.
 
         Right only if the coming training data share no person with the data seen so far, or the
-        module's weights have been discarded. Nothing else sets the ledger back.
+        module's weights have been discarded, or come from public data. Nothing else sets the ledger
+        back.
         """
         if self._dp is not None:
             self._dp = self._dp.reset()
@@ -200,6 +204,17 @@ class DPMixin:
                 "without noise; return it as aux, and set log_not_private = True to see it"
             )
         super().log(name, *args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch. A ``state_dict`` tells nothing of its cost, so ε is a lower bound from here.
+
+        Of weights that cost nothing, :meth:`reset_privacy` says so; :meth:`load_from_checkpoint`
+        brings a ledger along.
+        """
+        loaded = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        if self._dp is None and self._dp_loading is None:
+            self._dp = Past.unknown()
+        return loaded
 
     @_restricted_classmethod
     def load_from_checkpoint(

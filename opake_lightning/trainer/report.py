@@ -48,6 +48,19 @@ class PrivacySpent:
     plan: dict[str, Any]
     complete: bool = True
 
+    def __str__(self) -> str:
+        """One line.
+
+        >>> print(PrivacySpent(2.9997, 1e-4, 72, {}))
+        ε = 2.9997 at δ = 0.0001, 72 steps
+        >>> print(PrivacySpent(0.0, 1e-5, 0, {}, complete=False))
+        no record of what these weights have cost
+        """
+        if not self.n_steps and not self.complete:
+            return "no record of what these weights have cost"
+        sign, more = ("=", "") if self.complete else ("≥", ", and those that nobody recorded")
+        return f"ε {sign} {self.epsilon:.5g} at δ = {self.delta:g}, {self.n_steps} steps{more}"
+
 
 def summary(mechanism: PrivateMechanism | NonPrivate, *, steps: int | None, spent: Ledger) -> str:
     """The start-up lines of a fit of ``steps`` more steps, if that is known."""

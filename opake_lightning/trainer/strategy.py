@@ -27,7 +27,6 @@ from typing_extensions import override
 from opake_lightning.distributed import leave_group
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.trainer._past import Past
-from opake_lightning.trainer._record import RunRecord
 from opake_lightning.trainer._together import (
     ending_together,
     only_note_sigterm,
@@ -208,7 +207,7 @@ class _Launcher(_MultiProcessingLauncher):
         except BaseException:
             module: Any = None if trainer is None else trainer.lightning_module
             if hasattr(module, "_dp"):
-                module._dp = (module._dp or Past(RunRecord(""))).left_behind()
+                module._dp = (module._dp or Past.unknown()).left_behind()
             raise
 
     @override

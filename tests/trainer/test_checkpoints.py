@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,6 +185,75 @@ def test_five_hundred_steps_twice_cost_what_a_thousand_cost():
     assert whole.epsilon(1e-5) == Ledger().spend(event, 1000).epsilon(1e-5)
     assert whole.epsilon(1e-5) == pytest.approx(1.5154, rel=1e-3)
     assert whole.epsilon(1e-5) >= 1.51535  # what dp-accounting gives, never below
+
+
+# -- unknown is not zero --------------------------------------------------------------------------
+
+
+def test_nobody_has_told_what_the_weights_of_a_new_module_cost(tmp_path):
+    net = Net()
+    assert str(net.privacy_spent()) == "no record of what these weights have cost"
+    fit(net, tmp_path)
+    assert net.privacy_spent().complete
+    assert str(net.privacy_spent()).startswith("ε = 5.4576 at δ = 1e-05, 8 steps")
+
+
+def test_a_state_dict_tells_nothing_of_its_cost(tmp_path):
+    """Of a module that has a past, its own weights, or others, take nothing away."""
+    net, other = Net(), Net()
+    fit(net, tmp_path)
+    before = net.privacy_spent()
+    net.load_state_dict(net.state_dict())
+    assert net.privacy_spent() == before
+    other.load_state_dict(net.state_dict())
+    assert not other.privacy_spent().complete
+    fit(other, tmp_path)
+    assert (other.privacy_spent().n_steps, other.privacy_spent().complete) == (8, False)
+    assert "≥" in str(other.privacy_spent())
+    public = Net()
+    public.load_state_dict(net.state_dict())
+    public.reset_privacy()  # as for weights that are known to cost nothing
+    fit(public, tmp_path)
+    assert public.privacy_spent().complete
+
+
+def test_a_checkpoint_that_says_nothing_is_not_free(tmp_path):
+    class Plain(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net().net
+
+    trainer = make_trainer(tmp_path, strategy="auto")
+    trainer.strategy.connect(Plain())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt", weights_only=True)
+    loaded = Net.load_from_checkpoint(tmp_path / "plain.ckpt", privacy=plan())
+    assert not loaded.privacy_spent().complete
+
+
+def test_weights_of_another_run_bring_their_past_along(tmp_path):
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    net, other = Tested(), Tested(plan(key=key(8)))
+    path = saved(other, tmp_path / "other")
+    fit(net, tmp_path)
+    make_trainer(tmp_path).test(net, DataLoader(Points(), 6), ckpt_path=path, verbose=False)
+    assert net.privacy_spent().n_steps == 8 + 4
+
+
+@pytest.mark.parametrize(
+    "passed_on",
+    [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
+    ids=["copied", "pickled"],
+)
+def test_what_is_unknown_stays_so(passed_on, tmp_path):
+    net = Net()
+    net.load_state_dict(net.state_dict())
+    net = passed_on(net)
+    fit(net, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
+    assert not net.privacy_spent().complete
+    assert not Net.load_from_checkpoint(tmp_path / "a.ckpt").privacy_spent().complete
 
 
 # -- what it must hold ----------------------------------------------------------------------------
@@ -390,7 +461,7 @@ def test_ranks_fork_to_the_same_key(tmp_path):
     fit(net, tmp_path, SameOnBothRanks(), ckpt=path, devices=2, strategy=strategy)
     assert net.privacy_spent().n_steps == 8 + 4  # four were made after the checkpoint
     assert made(net) == [8, 4]
-    assert net._dp.state.noise.key != key(7)
+    assert net._dp.record.key != key(7)
 
 
 def test_fork_hits_its_target_with_what_is_left(tmp_path):

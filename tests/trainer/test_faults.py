@@ -209,6 +209,7 @@ class Raises(Points):
         return super().__getitem__(index)
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_example_that_cannot_be_read(workers, tmp_path):

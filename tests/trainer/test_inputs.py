@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -147,6 +148,35 @@ def test_averaged_weights_are_resumed_with_their_callback(tmp_path):
     whole = fit("whole")
     run_fit(net(), tmp_path, saver(tmp_path), EMAWeightAveraging(decay=0.5))
     assert_same(fit("resumed", ckpt=tmp_path / "step=3.ckpt"), whole)
+
+
+class ShowsOthers(pl.Callback):
+    """Validates with other weights than it trains, and saves meanwhile."""
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.kept = copy.deepcopy(module.state_dict())
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(0.5)
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(trainer.default_root_dir + "/shown.ckpt")
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.load_state_dict(self.kept)
+
+
+def test_weights_that_are_shown_while_a_checkpoint_is_saved_are_not_those_of_training(tmp_path):
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    module = Validated(plan(), lambda: adamw(0.05))
+    trainer = make_trainer(tmp_path, callbacks=[ShowsOthers()])
+    trainer.fit(module, make_loader(), make_loader(shuffle=False))
+    with pytest.raises(CheckpointError, match="these differ: the weights"):
+        run_fit(net(), tmp_path, ckpt=tmp_path / "shown.ckpt")
 
 
 def test_published_weights_are_not_the_ones_that_are_compared(tmp_path):
