@@ -251,18 +251,11 @@ class RunRecord:
 
     def to_plain(self, *, secret: bool) -> dict[str, Any]:
         """Plain values, for checkpoints, pickles and other processes; the key if ``secret``."""
-        return {
-            "version": VERSION,
-            "lineage": self.lineage,
-            "key": self.key.hex() if secret and self.key is not None else None,
-            "path": list(self.path),
-            "inputs": None if self.inputs is None else dict(self.inputs),
-            "begun": self.begun,
-            "step": self.step,
-            "released": released_to(self.released),
-            "complete": self.complete,
-            "plan": dict(self.plan),
-        }
+        plain = {name: getattr(self, name) for name in _TYPES}
+        plain["key"] = self.key.hex() if secret and self.key is not None else None
+        plain["inputs"] = None if self.inputs is None else dict(self.inputs)
+        plain |= {"path": list(self.path), "plan": dict(self.plan)}
+        return {"version": VERSION, **plain, "released": released_to(self.released)}
 
     @classmethod
     def from_plain(cls, saved: Any) -> RunRecord:
@@ -300,6 +293,7 @@ class RunRecord:
 
 
 _NOTHING = Segment()
+# What a checkpoint has of each field.
 _TYPES: dict[str, tuple[type, ...]] = {
     "lineage": (str,),
     "key": (str, type(None)),

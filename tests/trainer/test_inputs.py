@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,6 +24,7 @@ from opake_lightning.trainer import PoissonLoader
 from opake_lightning.trainer._inputs import Inputs, inputs_of, weights_digest
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import (
+    CLIPPING,
     Net,
     Points,
     assert_same,
@@ -179,6 +181,18 @@ def test_weights_that_are_shown_while_a_checkpoint_is_saved_are_not_those_of_tra
         run_fit(net(), tmp_path, ckpt=tmp_path / "shown.ckpt")
 
 
+def test_a_checkpoint_some_steps_after_a_validation_knows_its_own_weights(tmp_path):
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    module, resumed = Validated(plan(), lambda: adamw(0.05)), net()
+    trainer = make_trainer(tmp_path, callbacks=[saver(tmp_path, every=6)])
+    trainer.fit(module, make_loader(), make_loader(shuffle=False))
+    run_fit(resumed, tmp_path, ckpt=tmp_path / "step=6.ckpt")
+    assert all(map(torch.equal, resumed.parameters(), module.parameters()))
+
+
 def test_published_weights_are_not_the_ones_that_are_compared(tmp_path):
     def free() -> Net:
         return net(lambda: schedule_free(sgd(0.05)))
@@ -207,6 +221,76 @@ def test_every_bit_of_the_weights_counts(dtype):
     assert weights_digest({n: w.clone() for n, w in weights.items()}) in found
     transposed = weights["a"].t().contiguous().t()
     assert weights_digest({**weights, "a": transposed}) == weights_digest(weights)
+
+
+# -- what is in the key ---------------------------------------------------------------------------
+
+
+def other_weights() -> Net:
+    module = net()
+    with torch.no_grad():
+        next(module.parameters())[0] += 1e-3
+    return module
+
+
+KEYED: dict[str, Any] = {
+    "nothing": (net, {}),
+    "the noise": (lambda: net(noise_multiplier=1.1), {}),
+    "the sample rate": (net, {"loader": make_loader(batch_size=8)}),
+    "the rate of learning": (lambda: net(lambda: adamw(0.06)), {}),
+    "momentum": (lambda: net(lambda: adamw(0.05, betas=(0.8, 0.999))), {}),
+    "a row": (net, {"loader": make_loader(Points(24, seed=1))}),
+    "the weights": (other_weights, {}),
+    "the end of a target": (lambda: net(target_epsilon=9.0), {"max_epochs": 1}),
+}
+
+
+def test_every_input_of_a_fit_is_in_its_key(tmp_path):
+    """One named key does not give two runs the same noise for two gradients."""
+    found = {}
+    for name, (make, how) in KEYED.items():
+        run_fit(module := make(), tmp_path, **how)
+        found[name] = module._dp.record.key
+    assert len(set(found.values())) == len(KEYED)
+    run_fit(module := net(), tmp_path)
+    assert module._dp.record.key == found["nothing"]
+
+
+def test_optimizer_and_clipping_state_of_the_fit_before_are_in_the_key(tmp_path):
+    """Also where the weights have come to the same."""
+    keys = set()
+    for change in (None, "moment", "norm"):
+        module = net(clipping_norm=CLIPPING["adaptive"])
+        run_fit(module, tmp_path, max_epochs=1)
+        state = module._dp.state
+        if change == "moment":
+            state.optimizer["first_moment"].mean["net.0.bias"][0] += 1.0
+        if change == "norm":
+            clip = dataclasses.replace(state.clip, clipping_norms=(0.5,))
+            module._dp.state = dataclasses.replace(state, clip=clip)
+        run_fit(module, tmp_path, max_epochs=1)
+        keys.add(module._dp.record.key)
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_other_microbatches_make_no_step_again_and_go_on_where_none_was_lost(lost, tmp_path):
+    limits = {"max_steps": 6 if lost else 4, "max_epochs": -1}
+    run_fit(net(), tmp_path, saver(tmp_path, every=1), **limits)
+    other = net(microbatch_size=2)
+    if not lost:
+        run_fit(other, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+        assert made(other) == [8]
+        (segment,) = other._dp.record.released.values()
+        assert [step for step, _ in segment.rounding] == [0, 4]
+        return
+    with pytest.raises(
+        CheckpointError, match="made 2 more, with .*microbatches of None.* not with"
+    ):
+        run_fit(other, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+    forked = net(microbatch_size=2, on_changed_plan="fork")
+    run_fit(forked, tmp_path, ckpt=tmp_path / "step=4.ckpt")
+    assert made(forked) == [6, 4]
 
 
 # -- what is seen, and what is not ----------------------------------------------------------------
