@@ -12,14 +12,14 @@ merged by the larger number of steps in each segment, so nothing has to be locke
 writes. A run that saves no checkpoint has none; neither has one whose checkpoints go to remote
 storage, or through a ``CheckpointIO`` of the user's own.
 
-**What.** All that is known to be released (:mod:`opake_lightning.trainer._record`), at every
-release: two slots that are written in turn, each one line of text with a checksum. A release is
-recorded *before* its parameters move, with one ``pwrite`` into space that was allocated when the
-file was made, so that a full disk does not stop it. On several ranks it is recorded before the sum
-over ranks, as another rank may have the sum first; a run that ends in between has recorded one step
-too many, never one too few. What has been written survives the end of the process, SIGKILL
-included. There is no ``fsync``, so a loss of power may take the last seconds of it; a checkpoint is
-synced, and is never lost with it.
+**What.** All that is known to be released, and whether that is all, at every release
+(:mod:`opake_lightning.trainer._record`): two slots that are written in turn, each one line of text
+with a checksum. A release is recorded *before* its parameters move, with one ``pwrite`` into space
+that was allocated when the file was made, so that a full disk does not stop it. On several ranks it
+is recorded before the sum over ranks, as another rank may have the sum first; a run that ends in
+between has recorded one step too many, never one too few. What has been written survives the end of
+the process, SIGKILL included. There is no ``fsync``, so a loss of power may take the last seconds
+of it; a checkpoint is synced, and is never lost with it.
 
 **What a resume makes of it.** It looks in the checkpoint's directory, in those of the trainer's
 checkpoint callbacks and in ``default_root_dir``, and merges what it finds with the checkpoint.
@@ -67,7 +67,7 @@ import torch.distributed as dist
 
 from opake_lightning.distributed import rank, world_size
 from opake_lightning.errors import CheckpointError
-from opake_lightning.trainer._record import Released, merged, released_from, released_to
+from opake_lightning.trainer._record import Known
 
 __all__ = ["Journal", "read", "read_on_rank_zero"]
 
@@ -88,7 +88,7 @@ class Journal:
         # checkpoint at once would write over what the other one has released.
         self._writer = secrets.token_hex(4)
         self._files: dict[Path, _File] = {}
-        self._latest: Released = {}
+        self._latest = Known()
         # A checkpoint may be saved, and its directory become ours, in another thread.
         self._lock = threading.Lock()
 
@@ -97,37 +97,37 @@ class Journal:
         """Where the record is kept."""
         return list(self._files)
 
-    def keep_in(self, directory: Path, released: Released) -> None:
-        """Record in ``directory`` from now on, beginning with ``released``.
+    def keep_in(self, directory: Path, known: Known) -> None:
+        """Record in ``directory`` from now on, beginning with ``known``.
 
         Raises:
             OSError: If the file cannot be written.
         """
         directory = Path(os.path.realpath(directory))
         with self._lock:
-            if directory not in self._files:
-                path = directory / file_name(self.lineage, self._writer)
+            path = directory / file_name(self.lineage, self._writer)
+            if directory not in self._files or not path.exists():  # as where a folder was emptied
                 # A step may have been made while the checkpoint was on its way to another thread.
-                file = _File(path, merged(released, self._latest))
+                file = _File(path, known.joined(self._latest))
                 self._files = {**self._files, directory: file}
 
-    def go_on_in(self, directories: Iterable[Path], released: Released) -> None:
+    def go_on_in(self, directories: Iterable[Path], known: Known) -> None:
         """As :meth:`keep_in`, as far as files can be written there."""
         for directory in directories:
             with contextlib.suppress(OSError):
-                self.keep_in(directory, released)
+                self.keep_in(directory, known)
 
-    def append(self, released: Released) -> None:
+    def append(self, known: Known) -> None:
         """Write down what has been released.
 
         Raises:
             CheckpointError: If the file cannot be written.
         """
         with self._lock:
-            self._latest = released
+            self._latest = known
             for directory, file in self._files.items():
                 try:
-                    file.write(released)
+                    file.write(known)
                 except OSError as error:
                     if not directory.exists():  # and its checkpoints are gone with it
                         continue
@@ -177,13 +177,13 @@ def _stem(lineage: str) -> str:
     return f"opake-{lineage}"
 
 
-def read(lineage: str, directories: Iterable[Path | str]) -> Released | None:
+def read(lineage: str, directories: Iterable[Path | str]) -> Known | None:
     """All that any process has recorded of ``lineage`` in ``directories``; None if nothing is.
 
     Raises:
         CheckpointError: If a record is there and holds no whole line.
     """
-    found: list[Released] = []
+    found: list[Known] = []
     pattern = file_name(lineage, "*")
     for directory in {os.path.realpath(directory) for directory in directories}:
         names: list[str] = []
@@ -197,35 +197,35 @@ def read(lineage: str, directories: Iterable[Path | str]) -> Released | None:
                 f"the record of released steps in {directory} cannot be read: {error}"
             ) from error
         found += [_content(path, content) for path, content in contents.items()]
-    return merged(*found) if found else None
+    return found[0].joined(*found[1:]) if found else None
 
 
-def read_on_rank_zero(lineage: str, directories: Iterable[Path | str]) -> Released | None:
+def read_on_rank_zero(lineage: str, directories: Iterable[Path | str]) -> Known | None:
     """As :func:`read`, where rank 0 looks; the same on all ranks."""
     found: list[Any] = [None, ""]
     if rank() == 0:
         try:
-            released = read(lineage, directories)
-            found = [None if released is None else released_to(released), ""]
+            known = read(lineage, directories)
+            found = [None if known is None else known.to_plain(), ""]
         except CheckpointError as error:
             found = [None, str(error)]
     if world_size() > 1:
         dist.broadcast_object_list(found)
     if found[1]:
         raise CheckpointError(found[1])
-    return None if found[0] is None else released_from(found[0])
+    return None if found[0] is None else Known.from_plain(found[0])
 
 
 class _File:
     """Two slots, each as long as a whole number of sectors, in one file."""
 
-    def __init__(self, path: Path, released: Released) -> None:
-        """Begin ``path``, which nobody else writes, with ``released``."""
+    def __init__(self, path: Path, known: Known) -> None:
+        """Begin ``path``, which nobody else writes, with ``known``."""
         self.path = path
-        self._create(_line(released))
+        self._create(_line(known))
 
-    def write(self, released: Released) -> None:
-        line = _line(released)
+    def write(self, known: Known) -> None:
+        line = _line(known)
         if len(line) > self._size:
             self._create(line)
             return
@@ -252,8 +252,8 @@ class _File:
             before()
 
 
-def _line(released: Released) -> bytes:
-    text = json.dumps(released_to(released), separators=(",", ":")).encode()
+def _line(known: Known) -> bytes:
+    text = json.dumps(known.to_plain(), separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
@@ -261,17 +261,17 @@ def _padded(line: bytes, size: int) -> bytes:
     return line[:-1] + b" " * (size - len(line)) + b"\n"
 
 
-def _content(path: Path, content: bytes) -> Released:
-    found: list[Released] = []
+def _content(path: Path, content: bytes) -> Known:
+    found: list[Known] = []
     # Of a file that was cut off, the first slot is where it was.
     for start in (0, len(content) // 2):
         checksum, _, text = content[start:].split(b"\n", 1)[0].rstrip().partition(b" ")
         if checksum == b"%08x" % zlib.crc32(text):
-            found.append(released_from(json.loads(text)))
+            found.append(Known.from_plain(json.loads(text)))
     if not found:
         raise CheckpointError(
             f"the record of released steps {path} is damaged. It counts the steps that were made "
             "after the last checkpoint; if you know that there were none, delete the file, and the "
             "checkpoint's own count holds"
         )
-    return merged(*found)
+    return found[0].joined(*found[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from opake_lightning.plan import PrivateMechanism
 from opake_lightning.random import RngKey
 from opake_lightning.serialization import from_state_dict, key_paths, state_dict
 from opake_lightning.step import Step, StepState
-from opake_lightning.trainer._inputs import state_digest, weights_digest
+from opake_lightning.trainer._inputs import Inputs, state_digest, weights_digest
 from opake_lightning.trainer._journal import Journal, read_on_rank_zero
 from opake_lightning.trainer._keys import common_nonce, key_of
 from opake_lightning.trainer._past import Past, carried_over, flat
-from opake_lightning.trainer._record import RunRecord
+from opake_lightning.trainer._record import Known, RunRecord
 from opake_lightning.trainer._run import Fit, Run, write_weights
 from opake_lightning.trainer._together import require_same_checkpoint
 
-__all__ = ["begin", "begin_resumed", "resume"]
+__all__ = ["begin", "begin_resumed", "compared", "resume"]
 
 _MAY_MIX = "rows_may_mix_before_the_loss"
 _OF_CLIP = ("step", "clipping_norms")  # what a fit takes over of the clipping before
@@ -157,8 +157,8 @@ def resume(run: Run, saved: Any) -> None:
 
 def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
     fit, plan, template = run.fit, run.fit.plan, run.state
-    record, key, forked = _compared(run, saved)
     private, mechanism = fit.mechanism.private, fit.mechanism
+    record, key, forked = compared(saved, fit.inputs, plan, lambda: weights_digest(run.params))
     step: Step | None = None
     # Keys apart from the noise's own are replaced at each step by what follows from it.
     values = {**dict.fromkeys(key_paths(template), key.hex()), **saved["state"]}
@@ -173,11 +173,11 @@ def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
         # A fork has a shorter horizon than the whole fit, and its noise may remember less.
         template = replace(template, noise=step.noise_state)
     state = from_state_dict(template, values, strict=True)
-    found = read_on_rank_zero(record.lineage, directories) if private else {}
+    found = read_on_rank_zero(record.lineage, directories) if private else Known()
     journal = Journal(record.lineage)
     if run.record.lineage == record.lineage:
-        journal, record = run.journal, record.knowing(run.record.released)
-    record = replace(record.knowing(found or {}), key=key)
+        journal, record = run.journal, record.knowing(run.record.known)
+    record = replace(record.knowing(found or Known(complete=False)), key=key)
     if not forked and private and record.to_repeat:
         forked = _repeats_otherwise(record, fit)
     if forked or step is None:
@@ -190,8 +190,7 @@ def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
         state = replace(state, noise=replace(step.noise_state, step=record.begun))
     else:
         _require_own(state.noise, step.noise_state, record)
-    if private and found is None:
-        record = replace(record, complete=False)
+    if found is None:
         rank_zero_warn(
             f"opake_lightning: there is no record of released steps (opake-{record.lineage}.*."
             "steps) beside the checkpoint. Steps that were made after it was saved are not "
@@ -206,8 +205,18 @@ def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
     run.go_on(record, mechanism, step, state)
 
 
-def _compared(run: Run, saved: dict[str, Any]) -> tuple[RunRecord, RngKey, bool]:
+def compared(
+    saved: Mapping[str, Any], inputs: Inputs, plan: Any, weights: Callable[[], str]
+) -> tuple[RunRecord, RngKey, bool]:
     """The record in ``saved``, its key, and whether to go on with another one.
+
+    A guarantee depends on it: who goes on with the key has the inputs that its steps were made of.
+
+    Args:
+        saved: What :meth:`Run.state_dict` made.
+        inputs: What this run has.
+        plan: As its user made it.
+        weights: Digest of those that were loaded.
 
     Raises:
         CheckpointError: If inputs differ, and the plan does not allow a fork.
@@ -217,14 +226,13 @@ def _compared(run: Run, saved: dict[str, Any]) -> tuple[RunRecord, RngKey, bool]
         raise CheckpointError(f"the checkpoint's private state lacks {sorted(missing)}")
     if record.inputs is None:
         raise CheckpointError("the checkpoint's private state lacks the inputs of its run")
-    fit, plan = run.fit, run.fit.plan
-    forked = _forks(plan, fit.inputs.changed_plan(record.inputs))
+    forked = _forks(plan, inputs.changed_plan(record.inputs))
     key = key_of(record.key, record.path, saved["key_digest"], plan, forked=forked)
-    if not forked and fit.mechanism.private:
-        differ = fit.inputs.changed(record.inputs, key)
+    if not forked and plan.private:
+        differ = inputs.changed(record.inputs, key)
         # Weights to train on that are not the published ones are in the record itself.
         own = saved["training_weights"] is not None
-        if not own and weights_digest(run.params) != saved["weights"]:
+        if not own and weights() != saved["weights"]:
             differ.append(
                 "the weights (those in the file are not the ones that training had come to, as "
                 "where a callback saved an average in their place; give the trainer that callback)"
@@ -319,7 +327,7 @@ def _go_on_recording(journal: Journal, directories: list[Path], record: RunRecor
     for directory in directories:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            journal.keep_in(directory, record.released)
+            journal.keep_in(directory, record.known)
         except OSError:  # such as an archive that may only be read
             continue
         return

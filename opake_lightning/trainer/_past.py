@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,7 @@ from opake_lightning.errors import CheckpointError
 from opake_lightning.plan import NonPrivate
 from opake_lightning.serialization import from_state_dict, state_dict
 from opake_lightning.trainer._journal import Journal, read
-from opake_lightning.trainer._record import (
-    Released,
-    RunRecord,
-    merged,
-    released_from,
-    released_to,
-)
+from opake_lightning.trainer._record import Known, RunRecord
 from opake_lightning.trainer.report import PrivacySpent
 
 __all__ = ["Past", "carried_over", "flat"]
@@ -50,11 +44,11 @@ class Past:
     """
 
     def __init__(
-        self, record: RunRecord, journal: Journal | None = None, since: Released | None = None
+        self, record: RunRecord, journal: Journal | None = None, since: Known | None = None
     ) -> None:
         self.record = record
         self.journal = journal or Journal(record.lineage)
-        self.since: Released = since or {}
+        self.since = since or Known()
         self.clip: Any = None
         self.optimizer: Any = None
         self.optimizer_name = ""
@@ -99,9 +93,7 @@ class Past:
         copy, found = self.copied(), None
         if self.record.lineage:
             found = read(self.record.lineage, self.journal.directories)
-        copy.since = merged(copy.since, found or {})
-        if found is None:
-            copy.record = replace(copy.record, complete=False)
+        copy.since = copy.since.joined(found or Known(complete=False))
         return copy
 
     def reset(self) -> Past:
@@ -122,13 +114,12 @@ class Past:
 
     def joined_by(self, loaded: Past) -> None:
         """The module gets the weights of another run, and with them their past."""
-        complete = self.record.complete and loaded.record.complete
-        self.record = replace(self.record.knowing(loaded.record.released), complete=complete)
+        self.record = self.record.knowing(loaded.record.known)
 
     def look_in(self, directory: Path) -> None:
         """See what was released after the checkpoint in ``directory`` that this is the past of."""
         if self.record.lineage:
-            self.since = read(self.record.lineage, [directory]) or {}
+            self.since = read(self.record.lineage, [directory]) or Known()
 
     # -- plain values -----------------------------------------------------------------------------
 
@@ -139,7 +130,7 @@ class Past:
         """
         past = self.past()
         record = past.record if secret else past.record.loaded()
-        plain = {"record": record.to_plain(secret=secret), "since": released_to(past.since)}
+        plain = {"record": record.to_plain(secret=secret), "since": past.since.to_plain()}
         if not secret:
             return plain
         return {
@@ -155,9 +146,9 @@ class Past:
     def from_plain(cls, values: Mapping[str, Any]) -> Past:
         """What :meth:`to_plain` made."""
         record = RunRecord.from_plain(values["record"])
-        past = cls(record, Journal(record.lineage), released_from(values["since"]))
+        past = cls(record, Journal(record.lineage), Known.from_plain(values["since"]))
         if "clip" in values:
-            past.journal.go_on_in(map(Path, values["directories"]), record.released)
+            past.journal.go_on_in(map(Path, values["directories"]), record.known)
             past.clip, past.optimizer = (
                 Flat(values[name]) if values[name] else None for name in ("clip", "optimizer")
             )

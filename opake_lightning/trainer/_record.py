@@ -26,13 +26,11 @@ from opake_lightning.trainer._keys import derive, digest_of, entry_of
 
 __all__ = [
     "VERSION",
+    "Known",
     "Released",
     "RunRecord",
     "Segment",
-    "merged",
     "new_lineage",
-    "released_from",
-    "released_to",
 ]
 
 VERSION = 2
@@ -72,36 +70,55 @@ class Segment:
 Released = Mapping[str, Segment]
 
 
-def merged(*many: Released) -> Released:
-    """Everything that any of them has."""
-    most: dict[str, Segment] = {}
-    for released in many:
-        for name, segment in released.items():
-            if name not in most or segment.n_steps > most[name].n_steps:
-                most[name] = segment
-    return most
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known to be released.
 
-
-def released_to(released: Released) -> dict[str, Any]:
-    """Plain values."""
-    return {
-        name: {"ledger": segment.ledger.to_dict(), "rounding": [list(p) for p in segment.rounding]}
-        for name, segment in released.items()
-    }
-
-
-def released_from(saved: Any) -> Released:
-    """What :func:`released_to` wrote.
-
-    Raises:
-        CheckpointError: If it is anything else.
+    Attributes:
+        released: The steps of each segment, by its name.
+        complete: Whether that is all.
     """
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"the record of released steps must be a dict, got {saved!r}")
-    return {
-        _expect("a segment's name", name, str): _segment_from(segment)
-        for name, segment in cast("dict[Any, Any]", saved).items()
-    }
+
+    released: Released = field(default_factory=dict)
+    complete: bool = True
+
+    def joined(self, *others: Known) -> Known:
+        """Everything that any of them knows; order and repetition do not matter."""
+        most: dict[str, Segment] = {}
+        for known in (self, *others):
+            for name, segment in known.released.items():
+                if name not in most or segment.n_steps > most[name].n_steps:
+                    most[name] = segment
+        # Who does not know how much there was before does not know it by hearing of the rest.
+        return Known(most, all(known.complete for known in (self, *others)))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values."""
+        released = {
+            name: {
+                "ledger": segment.ledger.to_dict(),
+                "rounding": [list(pair) for pair in segment.rounding],
+            }
+            for name, segment in self.released.items()
+        }
+        return {"released": released, "complete": self.complete}
+
+    @classmethod
+    def from_plain(cls, saved: Any) -> Known:
+        """What :meth:`to_plain` made.
+
+        Raises:
+            CheckpointError: If it is anything else.
+        """
+        if not isinstance(saved, dict) or saved.keys() != {"released", "complete"}:
+            raise CheckpointError(f"{saved!r} is no record of released steps")
+        complete = _expect("complete", cast("dict[str, Any]", saved)["complete"], bool)
+        released = _expect("released", cast("dict[str, Any]", saved)["released"], dict)
+        segments = {
+            _expect("a name in released", name, str): _segment_from(segment)
+            for name, segment in released.items()
+        }
+        return cls(segments, complete)
 
 
 def _segment_from(saved: Any) -> Segment:
@@ -143,6 +160,11 @@ class RunRecord:
     plan: Mapping[str, Any] = field(default_factory=dict)
 
     # -- what it tells ----------------------------------------------------------------------------
+
+    @property
+    def known(self) -> Known:
+        """What is known to be released."""
+        return Known(self.released, self.complete)
 
     @property
     def n_steps(self) -> int:
@@ -187,9 +209,10 @@ class RunRecord:
 
     # -- transitions ------------------------------------------------------------------------------
 
-    def knowing(self, *released: Released) -> RunRecord:
+    def knowing(self, *others: Known) -> RunRecord:
         """With what others have recorded."""
-        return replace(self, released=merged(self.released, *released))
+        known = self.known.joined(*others)
+        return replace(self, released=known.released, complete=known.complete)
 
     def opened(self, word: str, nonce: str, inputs: str) -> RunRecord:
         """With a key of its own for the coming steps: the only place where one is made.
@@ -198,7 +221,9 @@ class RunRecord:
         one gradient.
         """
         n = self.n_steps
-        return replace(self._folded(entry_of(word, nonce, inputs)), begun=n, step=n)
+        # Steps are told apart by their numbers, so the first one's is a part of the key as well.
+        opened = self._folded(entry_of(word, nonce, digest_of(n, inputs)))
+        return replace(opened, begun=n, step=n)
 
     def released_one(self, event: Any, rounding: str) -> RunRecord:
         """One step later; it counts unless it is known to have been released before."""
@@ -229,7 +254,7 @@ class RunRecord:
         """The past of weights from a file, for a run of its own."""
         past = self.public()
         # A plan may name its key, and the file's steps have used that key's noise.
-        path = (entry_of("after", inputs=digest_of(released_to(past.released))),)
+        path = (entry_of("after", inputs=digest_of(self.known.to_plain()["released"])),)
         return replace(past, path=path if past.released else ())
 
     def rooted(self, root: RngKey, *, apart: bool) -> RunRecord:
@@ -255,7 +280,7 @@ class RunRecord:
         plain["key"] = self.key.hex() if secret and self.key is not None else None
         plain["inputs"] = None if self.inputs is None else dict(self.inputs)
         plain |= {"path": list(self.path), "plan": dict(self.plan)}
-        return {"version": VERSION, **plain, "released": released_to(self.released)}
+        return {"version": VERSION, **plain, **self.known.to_plain()}
 
     @classmethod
     def from_plain(cls, saved: Any) -> RunRecord:
@@ -288,7 +313,8 @@ class RunRecord:
         except ValueError as error:
             raise CheckpointError("the checkpoint's key is damaged") from error
         parts |= {"key": key, "path": tuple(parts["path"])}
-        parts["released"] = released_from(parts["released"])
+        known = Known.from_plain({name: parts[name] for name in ("released", "complete")})
+        parts["released"] = known.released
         return cls(**parts)
 
 

@@ -188,13 +188,13 @@ class Run(Past):
         diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
         # Another rank may have the sum, and its noise, as soon as this one has given its share.
         if world_size() > 1 and not repeated:
-            self.journal.append(record.released)
+            self.journal.append(record.known)
         released, aux, state = self._step.release(
             self.params, batch, self.state, inplace=True, watch=diagnostics
         )
         try:
             if world_size() == 1 and not repeated:
-                self.journal.append(record.released)
+                self.journal.append(record.known)
         finally:
             # An interrupt that comes while it is recorded finds it counted here as well.
             self.state, self.record, self._unfinished = state, record, _UPDATE

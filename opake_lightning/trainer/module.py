@@ -257,7 +257,7 @@ class DPMixin:
         # A run is resumed from a full checkpoint; what it releases from now on counts there.
         run = self._dp
         if isinstance(run, Run) and run.mechanism.private and "optimizer_states" in checkpoint:
-            run.journal.keep_in(directory, run.record.released)
+            run.journal.keep_in(directory, run.record.known)
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._dp is not None:

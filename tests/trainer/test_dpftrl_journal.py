@@ -129,7 +129,7 @@ def test_noise_that_was_cut_short_was_not_released(tmp_path, monkeypatch, once):
     assert not (tmp_path / "on_exception.ckpt").exists()
     with pytest.raises(PrivacyError, match="another fit"):
         net._dp.release(None)
-    assert read(net._dp.journal.lineage, [tmp_path]) == net._dp.record.released
+    assert read(net._dp.journal.lineage, [tmp_path]) == net._dp.record.known
     assert horizons(net) == [(0, 8, 4)]
     monkeypatch.setattr(MFNoise, "_release", watched)
     end = run_fit(resumed := mf_net(), tmp_path, ckpt=tmp_path / "step=3.ckpt")

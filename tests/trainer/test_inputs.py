@@ -284,9 +284,7 @@ def test_other_microbatches_make_no_step_again_and_go_on_where_none_was_lost(los
         (segment,) = other._dp.record.released.values()
         assert [step for step, _ in segment.rounding] == [0, 4]
         return
-    with pytest.raises(
-        CheckpointError, match=r"made 2 more, with .*of None, .* not with"
-    ):
+    with pytest.raises(CheckpointError, match=r"made 2 more, with .*of None, .* not with"):
         run_fit(other, tmp_path, ckpt=tmp_path / "step=4.ckpt")
     forked = net(microbatch_size=2, on_changed_plan="fork")
     run_fit(forked, tmp_path, ckpt=tmp_path / "step=4.ckpt")

@@ -24,7 +24,7 @@ from opake_lightning.scheduling import linear_schedule
 from opake_lightning.step import Step
 from opake_lightning.trainer import _run
 from opake_lightning.trainer._journal import Journal, read
-from opake_lightning.trainer._record import Released, Segment, new_lineage
+from opake_lightning.trainer._record import Known, Segment, new_lineage
 from tests.trainer.helpers import (
     BATCH_SIZE,
     N_EXAMPLES,
@@ -374,7 +374,7 @@ def test_a_record_that_knows_less_than_the_checkpoint_takes_nothing_away(tmp_pat
     ckpt = killed(tmp_path)
     record_of(tmp_path).unlink()  # and an older one is put back
     name = torch.load(ckpt, weights_only=True)["opake_lightning"]["lineage"]
-    Journal(name).keep_in(tmp_path, {})
+    Journal(name).keep_in(tmp_path, Known())
     net = Net.load_from_checkpoint(ckpt)
     run_fit(net, tmp_path, max_epochs=1)
     assert net.privacy_spent().n_steps == 3 + 4
@@ -392,13 +392,13 @@ def test_what_came_after_counts_towards_a_target(tmp_path):
 # -- the file -------------------------------------------------------------------------------------
 
 
-def steps(n: int) -> Released:
-    return {"a" * 32: Segment(Ledger().spend(EVENT, n), ((0, "1 rank"),))}
+def steps(n: int) -> Known:
+    return Known({"a" * 32: Segment(Ledger().spend(EVENT, n), ((0, "1 rank"),))})
 
 
 def written(path: Path, n: int) -> tuple[Journal, Path]:
     journal = Journal(new_lineage())
-    journal.keep_in(path, {})
+    journal.keep_in(path, Known())
     for step in range(1, n + 1):
         journal.append(steps(step))
     return journal, record_of(path)
@@ -406,7 +406,7 @@ def written(path: Path, n: int) -> tuple[Journal, Path]:
 
 def count(lineage: str, path: Path) -> int:
     """How many steps are recorded."""
-    return sum(segment.n_steps for segment in (read(lineage, [path]) or {}).values())
+    return sum(segment.n_steps for segment in (read(lineage, [path]) or Known()).released.values())
 
 
 def test_the_record_tells_no_secret(tmp_path):
@@ -418,7 +418,7 @@ def test_the_record_tells_no_secret(tmp_path):
     lines = [line.split(b" ", 1)[1] for line in content.split(b"\n") if b"{" in line]
     spent = max((json.loads(line) for line in lines), key=str)
     segment = {"ledger": {"segments": [[1.0, 0.25, 5]]}, "rounding": [[0, net._dp.fit.rounding]]}
-    assert spent == {net._dp.record.segment: segment}
+    assert spent == {"released": {net._dp.record.segment: segment}, "complete": True}
 
 
 def test_the_file_does_not_grow(tmp_path):
@@ -432,8 +432,9 @@ def test_a_ledger_that_outgrows_its_place_gets_a_larger_one(tmp_path):
     ledger = Ledger()
     for n in range(4, 40):
         ledger = ledger.spend(GaussianEvent(1.0 + n / 10, 0.123456789), n)
-        journal.append(released := {**steps(3), "b": Segment(ledger, ((0, "1"), (n, "2")))})
-        assert read(journal.lineage, [tmp_path]) == released
+        more = Known({"b": Segment(ledger, ((0, "1"), (n, "2")))})
+        journal.append(known := steps(3).joined(more))
+        assert read(journal.lineage, [tmp_path]) == known
     assert file.stat().st_size > 1024
 
 
@@ -486,6 +487,28 @@ def test_a_checkpoint_directory_that_was_deleted_stops_nothing(tmp_path):
     net = Net()
     run_fit(net, tmp_path, saver(tmp_path / "a", every=3, save_top_k=1), Deletes(), max_epochs=1)
     assert net.privacy_spent().n_steps == 4
+
+
+def test_a_record_that_was_deleted_is_there_again_with_the_next_checkpoint(tmp_path):
+    class Deletes(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                record_of(tmp_path).unlink()
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run_fit(Net(), tmp_path, saver(tmp_path), Deletes(), Dies(7))
+    run_fit(net := Net(), tmp_path, tells := Tells(), ckpt=tmp_path / "step=3.ckpt")
+    assert (tells.counts[0], net.privacy_spent().complete) == (7, True)
+
+
+def test_whoever_lost_the_record_tells_the_next_one(tmp_path):
+    """It begins a new one, which is not the whole of it."""
+    ckpt = killed(tmp_path)
+    record_of(tmp_path).unlink()
+    with pytest.warns(UserWarning, match="no record"):
+        run_fit(Net(), tmp_path, ckpt=ckpt)
+    run_fit(net := Net(), tmp_path, ckpt=ckpt)
+    assert not net.privacy_spent().complete
 
 
 def test_a_step_that_cannot_be_recorded_is_not_applied(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from opake_lightning.random import RngKey, fold_in, key
 from opake_lightning.trainer import _lifecycle
 from opake_lightning.trainer._keys import derive
 from opake_lightning.trainer._past import Past
-from opake_lightning.trainer._record import RunRecord, Segment
+from opake_lightning.trainer._record import Known, RunRecord, Segment
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import (
     CLIPPING,
@@ -355,7 +355,7 @@ def test_all_that_a_fit_has_left_is_brought_back():
         complete=False,
         plan={"target_delta": 0.1},
     )
-    past = Past(record, since={"t": Segment(ledger)})
+    past = Past(record, since=Known({"t": Segment(ledger)}, complete=False))
     past.optimizer_name, past.parked = "adam", {"w": torch.ones(2)}
     came = Past.from_plain(past.to_plain(secret=True))
     assert (came.record, came.since, came.optimizer_name) == (record, past.since, "adam")

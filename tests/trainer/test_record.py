@@ -15,13 +15,11 @@ from opake_lightning.random import fold_in, key
 from opake_lightning.trainer._journal import Journal, file_name, read, read_on_rank_zero
 from opake_lightning.trainer._keys import derive
 from opake_lightning.trainer._record import (
+    Known,
     Released,
     RunRecord,
     Segment,
-    merged,
     new_lineage,
-    released_from,
-    released_to,
 )
 
 EVENT = GaussianEvent(1.0, 0.25)
@@ -48,21 +46,31 @@ def after(record: RunRecord, n: int, made_with: str = "1 rank") -> RunRecord:
 # -- what was released ----------------------------------------------------------------------------
 
 
-def test_merging_takes_the_larger_of_each_in_any_order():
-    parts = [{"a": segment(3), "b": segment(1)}, {"a": segment(2)}, {"b": segment(4)}, {}]
-    for order in permutations(parts):
-        assert merged(*order) == {"a": segment(3), "b": segment(4)}
-        assert merged(*order, *order) == merged(*order)
-    assert merged(merged(*parts[:2]), merged(*parts[2:])) == merged(*parts)
+def test_what_is_joined_is_the_larger_of_each_in_any_order():
+    found = [{"a": segment(3), "b": segment(1)}, {"a": segment(2)}, {"b": segment(4)}, {}]
+    for complete in (True, False):
+        parts = [*map(Known, found[:3]), Known(found[3], complete)]
+        for one, *others in permutations(parts):
+            assert one.joined(*others) == Known({"a": segment(3), "b": segment(4)}, complete)
+            assert one.joined(*others, *others, one) == one.joined(*others)
+        one, *others = parts
+        assert one.joined(others[0]).joined(others[1].joined(others[2])) == one.joined(*others)
 
 
 def test_steps_that_are_made_again_cost_nothing_and_later_ones_do():
     record = after(started(), 3)
-    again = after(started(), 1).knowing(record.released)
+    again = after(started(), 1).knowing(record.known)
     assert [again.to_repeat, again.n_steps] == [2, 3]
     again = after(again, 2)
     assert (again.to_repeat, again.step, again.released) == (0, 3, record.released)
     assert after(again, 1).n_steps == 4
+
+
+def test_a_segment_that_begins_later_has_another_key():
+    """Steps are told apart by number: those of one that began earlier have other numbers."""
+    alone = RunRecord("f", key(7))
+    told = alone.knowing(Known({"other": segment(2)}))
+    assert alone.opened("fit", "", "inputs").key != told.opened("fit", "", "inputs").key
 
 
 def test_another_segment_counts_in_addition_and_has_another_key():
@@ -95,7 +103,7 @@ def test_the_open_horizon_is_found_again_in_the_total():
     """Whoever asks what a budget allows asks for more steps of it."""
     record = started()
     record = record.released_one(HORIZON, "1 rank")
-    mixed = record.knowing({"0": segment(5, event=HORIZON)})
+    mixed = record.knowing(Known({"0": segment(5, event=HORIZON)}))
     for each in (mixed, RunRecord.from_plain(mixed.to_plain(secret=True))):
         assert dict(each.ledger.horizons)[HORIZON] == 1
 
@@ -174,16 +182,17 @@ def test_a_damaged_field_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("saved", [None, [], {"a": None}, {1: {}}, {"a": {"ledger": {}}}])
 def test_what_is_no_record_is_refused(saved):
-    with pytest.raises(CheckpointError):
-        released_from(saved)
+    for plain in (saved, {"released": saved, "complete": True}, {"released": {}, "complete": 1}):
+        with pytest.raises(CheckpointError):
+            Known.from_plain(plain)
 
 
 @pytest.mark.parametrize("rounding", [None, [1], [[0]], [["0", "1 rank"]], [[0, 1]], [[0, "a", 1]]])
 def test_what_tells_nothing_of_how_steps_were_made_is_refused(rounding):
-    plain = released_to({"a": segment(1)})
-    plain["a"]["rounding"] = rounding
+    plain = Known({"a": segment(1)}).to_plain()
+    plain["released"]["a"]["rounding"] = rounding
     with pytest.raises(CheckpointError, match="what steps were made with"):
-        released_from(plain)
+        Known.from_plain(plain)
 
 
 def test_an_unknown_field_is_refused():
@@ -197,7 +206,7 @@ def test_an_unknown_field_is_refused():
 def kept(path: Path, n: int, lineage: str = "") -> Journal:
     path.mkdir(exist_ok=True)
     journal = Journal(lineage or new_lineage())
-    journal.keep_in(path, {"a": segment(n)})
+    journal.keep_in(path, Known({"a": segment(n)}))
     return journal
 
 
@@ -206,10 +215,10 @@ def test_what_two_processes_wrote_is_merged(tmp_path):
     one = kept(tmp_path, 3)
     other = kept(tmp_path, 3, one.lineage)
     for n in (8, 9, 10):
-        one.append({"a": segment(n)})
+        one.append(Known({"a": segment(n)}))
     for n in (1, 2):
-        other.append({"a": segment(3), "fork": segment(n)})
-    assert read(one.lineage, [tmp_path]) == {"a": segment(10), "fork": segment(2)}
+        other.append(Known({"a": segment(3), "fork": segment(n)}))
+    assert read(one.lineage, [tmp_path]) == Known({"a": segment(10), "fork": segment(2)})
 
 
 def test_all_directories_are_read(tmp_path):
@@ -218,7 +227,7 @@ def test_all_directories_are_read(tmp_path):
     for path, n in counts.items():
         kept(path, n, lineage)
     for some in combinations(counts, 2):
-        assert read(lineage, some) == {"a": segment(max(counts[path] for path in some))}
+        assert read(lineage, some) == Known({"a": segment(max(counts[path] for path in some))})
         assert read_on_rank_zero(lineage, some) == read(lineage, some)
 
 
@@ -226,24 +235,24 @@ def test_nothing_is_not_an_empty_record(tmp_path):
     assert read(new_lineage(), [tmp_path, tmp_path / "none"]) is None
     assert read_on_rank_zero(new_lineage(), [tmp_path]) is None
     journal = Journal(new_lineage())
-    journal.keep_in(tmp_path, {})
-    assert read(journal.lineage, [tmp_path]) == {}
+    journal.keep_in(tmp_path, Known({}))
+    assert read(journal.lineage, [tmp_path]) == Known({})
 
 
 def test_a_directory_that_joins_later_has_the_latest(tmp_path):
     """A checkpoint may be on its way to the disk in another thread while a step is made."""
     journal = kept(tmp_path / "a", 3)
-    journal.append({"a": segment(4)})
+    journal.append(Known({"a": segment(4)}))
     (tmp_path / "b").mkdir()
-    journal.keep_in(tmp_path / "b", {"a": segment(3)})
-    assert read(journal.lineage, [tmp_path / "b"]) == {"a": segment(4)}
+    journal.keep_in(tmp_path / "b", Known({"a": segment(3)}))
+    assert read(journal.lineage, [tmp_path / "b"]) == Known({"a": segment(4)})
 
 
 def test_a_step_is_not_written_over_the_one_before(tmp_path):
     journal = kept(tmp_path, 3)
     (file,) = tmp_path.iterdir()
     before = file.read_bytes()
-    journal.append({"a": segment(4)})
+    journal.append(Known({"a": segment(4)}))
     assert file.read_bytes()[:512] == before[:512]
 
 
@@ -264,10 +273,10 @@ def test_a_directory_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_pa
     with pytest.raises(CheckpointError, match="cannot be read"):
         read(journal.lineage, [tmp_path])
     monkeypatch.undo()
-    assert read(journal.lineage, [tmp_path, tmp_path / "none"]) == {"a": segment(3)}
+    assert read(journal.lineage, [tmp_path, tmp_path / "none"]) == Known({"a": segment(3)})
 
 
 def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
     journal = kept(tmp_path / "a", 3)
     shutil.rmtree(tmp_path / "a")
-    journal.append({f"{n}": segment(1) for n in range(100)})
+    journal.append(Known({f"{n}": segment(1) for n in range(100)}))

@@ -12,6 +12,7 @@ from opake_lightning import CheckpointError, OpakeDDP
 from opake_lightning.random import key
 from opake_lightning.trainer._inputs import release_bits
 from opake_lightning.trainer._journal import Journal
+from opake_lightning.trainer._record import Known
 from opake_lightning.types import NoisedPytree
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, plan, run_fit, saver
@@ -100,7 +101,7 @@ def test_a_file_that_is_gone_or_cannot_be_written_proves_nothing(tmp_path):
 
 def test_a_proof_is_of_one_step_of_one_segment(tmp_path):
     journal = Journal("1")
-    journal.keep_in(tmp_path, {})
+    journal.keep_in(tmp_path, Known())
     journal.prove("ab" * 16, 3, b"abcdefgh")
     places = [tmp_path / "none", tmp_path]
     assert Journal("1").proof_of("ab" * 16, 3, places) == b"abcdefgh"
