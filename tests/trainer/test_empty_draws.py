@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -55,6 +56,7 @@ def test_what_has_no_rows_stays_in_an_empty_draw():
     assert (empty["x"].shape, empty["names"], empty["none"]) == ((0, 3), ["a"], None)
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_a_mapping_that_is_no_dict_trains_with_empty_draws(tmp_path):
     rows: list[int] = []
 
