@@ -484,11 +484,11 @@ def test_neither_what_is_told_nor_a_repr_holds_the_key():
 def test_batches_are_told_in_words(sampling):
     words = of(sampling).drawing(100, 10)
     told = {
-        "cyclic_poisson": r"each is in one of 4 random groups, .* rate 0\.4",
+        "cyclic_poisson": r"each example is in one of 4 random groups, .* rate 0\.4",
         "b_min_sep": "no example twice within 4 steps",
         "fixed_partition": "the 10 parts of one random partition",
         "balls_in_bins": "the 10 parts of one random partition",
-        "fixed_order": "in the order of the dataset, 10 of 100 .* 10 steps a pass",
+        "fixed_order": "in the order of the dataset, 10 steps a pass",
     }
     assert re.search(told[sampling], words)
     kind = resolve(of(sampling)).public()["neighbours"]

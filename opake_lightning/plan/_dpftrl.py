@@ -141,32 +141,24 @@ class DPFTRL(PrivatePlan):
 
     @override
     def drawing(self, n_examples: int, batch_size: int) -> str:
-        """How the examples of a step are drawn, in words."""
+        """How the examples of a step are drawn, in words; other numbers are in :meth:`rows`."""
         parts = -(-n_examples // batch_size)
-        expected = f"of {n_examples} examples, {batch_size} expected per step"
         MFMechanism(self, 1.0, n_examples, batch_size, 1)  # refuses what cannot be drawn
         match self.sampling_used:
             case "cyclic_poisson" if self.bands == 1:
-                return f"Poisson batches {expected}, with rate {batch_size / n_examples:.6g}"
+                return f"Poisson batches, with rate {batch_size / n_examples:.6g}"
             case "cyclic_poisson":
                 rate = (self.bands or 1) * batch_size / n_examples
                 return (
-                    f"cyclic Poisson batches {expected}: each is in one of {self.bands} random "
-                    f"groups, and step t draws those of group t mod {self.bands} with rate "
-                    f"{rate:.6g}"
+                    f"cyclic Poisson batches: each example is in one of {self.bands} random groups, "
+                    f"and step t draws those of group t mod {self.bands} with rate {rate:.6g}"
                 )
             case "b_min_sep":
-                return f"random batches {expected}, no example twice within {self.bands} steps"
+                return f"random batches, no example twice within {self.bands} steps"
             case "fixed_order":
-                return (
-                    f"batches in the order of the dataset, {batch_size} of {n_examples} examples "
-                    f"per step, {parts} steps a pass"
-                )
+                return f"batches in the order of the dataset, {parts} steps a pass"
             case _:
-                return (
-                    f"batches {expected}: the {parts} parts of one random partition, the same in "
-                    "every pass"
-                )
+                return f"the {parts} parts of one random partition, the same in every pass"
 
     @override
     def resolve(

@@ -87,11 +87,9 @@ class DPSGD(PrivatePlan):
 
     @override
     def drawing(self, n_examples: int, batch_size: int) -> str:
-        """How the examples of a step are drawn, in words."""
-        return (
-            f"Poisson batches: each of {n_examples} examples with rate "
-            f"{batch_size / n_examples:.6g}, {batch_size} expected per step"
-        )
+        """How the examples of a step are drawn, in words; the numbers are in :meth:`rows`."""
+        del n_examples, batch_size
+        return "Poisson batches"
 
     @override
     def resolve(
