@@ -150,8 +150,9 @@ class DPFTRL(PrivatePlan):
             case "cyclic_poisson":
                 rate = (self.bands or 1) * batch_size / n_examples
                 return (
-                    f"cyclic Poisson batches: each example is in one of {self.bands} random groups, "
-                    f"and step t draws those of group t mod {self.bands} with rate {rate:.6g}"
+                    f"cyclic Poisson batches: each example is in one of {self.bands} random "
+                    f"groups, and step t draws those of group t mod {self.bands} with rate "
+                    f"{rate:.6g}"
                 )
             case "b_min_sep":
                 return f"random batches, no example twice within {self.bands} steps"

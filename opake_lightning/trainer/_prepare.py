@@ -26,6 +26,7 @@ from opake_lightning.trainer._refusals import (
     check_reloading,
     check_signature,
     check_trainer,
+    take_the_one,
 )
 from opake_lightning.trainer._run import Fit
 from opake_lightning.trainer._unused_hooks import check_hooks
@@ -65,7 +66,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         check_signature(module)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
-        loader = check_loader(trainer.train_dataloader)
+        loader = check_loader(take_the_one(trainer))
         steps = _planned_steps(trainer)
         if steps == 0 and (plan.needs_horizon or plan.target_epsilon is not None):
             raise PrivacyError(

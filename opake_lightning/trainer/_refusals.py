@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_flatten
 
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.plan import DPFTRL, DPSGD
@@ -41,6 +42,7 @@ __all__ = [
     "check_signature",
     "check_trainer",
     "is_refused",
+    "take_the_one",
 ]
 
 _CALLBACKS: dict[type[pl.Callback], str] = {
@@ -146,6 +148,11 @@ def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, OpakeDDP)):
         yield _about_strategy(strategy)
+    if trainer.strategy.root_device.type == "mps":
+        yield (
+            "the device is mps, Apple's GPU, which has no float64, and sums of clipped gradients "
+            'are float64; set Trainer(accelerator="cpu"), also where it was left to "auto"'
+        )
     if trainer.gradient_clip_val:
         yield (
             f"gradient_clip_val={trainer.gradient_clip_val} would clip the noisy sum, on top of "
@@ -175,9 +182,18 @@ def _trainer_complaints(trainer: pl.Trainer) -> Iterator[str]:
             "replace BatchNorm with GroupNorm or LayerNorm and leave it off"
         )
     for callback in getattr(trainer, "callbacks", []):
+        name = type(callback).__name__
         for kind, why in _CALLBACKS.items():
             if isinstance(callback, kind):
-                yield f"callback {type(callback).__name__} {why}"
+                yield f"callback {name} {why}"
+        monitor = str(getattr(callback, "monitor", ""))
+        shown = getattr(trainer.lightning_module, "log_not_private", True)
+        if monitor.startswith("not_private/") and not shown:
+            yield (
+                f"callback {name} monitors {monitor!r}, which is logged only by a module with "
+                "log_not_private = True, and carries no noise: what it decides is outside the "
+                "guarantee. Monitor what validation_step logs of other data"
+            )
 
 
 def _about_strategy(strategy: Strategy) -> str:
@@ -369,6 +385,15 @@ def _holds_key(value: Any, key: RngKey | None) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in (key.hex(), str(key.bits))
     return isinstance(value, int) and value == key.bits
+
+
+def take_the_one(trainer: pl.Trainer) -> Any:
+    """The training loader; of a list or a dict of one, that one, and its batches as they are."""
+    combined: Any = getattr(trainer.fit_loop, "_combined_loader", None)
+    if combined is not None and len(combined.flattened) == 1:
+        # What it gives its batches the form of, and puts its loaders back into.
+        combined._iterables, combined._spec = combined.flattened[0], tree_flatten(0)[1]
+    return trainer.train_dataloader
 
 
 def check_loader(loader: Any) -> PoissonLoader:

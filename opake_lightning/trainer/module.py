@@ -31,6 +31,7 @@ from opake_lightning.trainer._checkpoint_io import (
     local_path,
     use_sealed,
 )
+from opake_lightning.trainer._diagnostics import means, total
 from opake_lightning.trainer._loss import is_in_loss
 from opake_lightning.trainer._past import Past
 from opake_lightning.trainer._prepare import configure, refuse_replaced
@@ -42,6 +43,7 @@ from opake_lightning.trainer._refusals import (
     check_module,
     check_trainer,
     is_refused,
+    take_the_one,
 )
 from opake_lightning.trainer._run import Loading, Run
 from opake_lightning.trainer._unused_hooks import check_hooks
@@ -84,6 +86,12 @@ class DPMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the hooks that must run whether or not a subclass calls ``super()``."""
         super().__init_subclass__(**kwargs)
+        others = [base for base in cls.__mro__ if base.__module__.startswith("pytorch_lightning.")]
+        if others:
+            raise PrivacyError(
+                f"{cls.__name__} is a module of the package pytorch_lightning, whose Trainer would "
+                "not know it; import lightning.pytorch instead, for modules, callbacks and Trainer"
+            )
         if "training_step" in vars(cls):
             raise PrivacyError(
                 f"{cls.__name__} defines training_step, which belongs to DPModule: it is what makes"
@@ -260,6 +268,12 @@ class DPMixin:
             run.journal.keep_in(directory, run.record.known)
 
     def _dp_on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if is_in_loss(self):
+            raise PrivacyError(
+                "save_checkpoint inside per_example_loss: the step at hand is not counted yet, and "
+                "whether there is a file would tell about an example; save in a callback, such as "
+                "ModelCheckpoint(every_n_train_steps=...)"
+            )
         if self._dp is not None:
             checkpoint[_RECORD] = self._dp.record.public().to_plain(secret=False)
         if isinstance(self._dp, Run):
@@ -292,7 +306,7 @@ class DPMixin:
 
     def _dp_on_train_epoch_start(self) -> None:
         # reload_dataloaders_every_n_epochs makes a new loader, which has no key yet.
-        loader = cast("pl.LightningModule", self).trainer.train_dataloader
+        loader = take_the_one(cast("pl.LightningModule", self).trainer)
         if isinstance(loader, PoissonLoader) and isinstance(self._dp, Run):
             loader.follow(self._dp.position, self._dp.draw)
 
@@ -374,15 +388,16 @@ class DPMixin:
         if isinstance(run.state.clip, AdaptiveClipState):
             # Of the next step; made from noisy counts, so it may be seen.
             module.log("privacy/clipping_norm", run.state.clip.clipping_norm, batch_size=1)
-        if self.log_not_private and aux is not None and size != 0:
-            losses, extra = aux
-            values = {"loss": losses, **extra}
-            for name, value in values.items():
-                module.log(
-                    f"not_private/{name}", value.float().mean(), batch_size=max(1, losses.numel())
-                )
-            dropped = getattr(run.state.clip, "nonfinite_examples", 0)
-            module.log("not_private/nonfinite_examples", float(dropped), batch_size=1)
+        if self.log_not_private:
+            values: dict[str, Tensor] = {}
+            if aux is not None and size != 0:
+                losses, extra = aux
+                values = {"loss": losses, **extra}
+            # Of all ranks, so each takes part, also one that drew nothing.
+            seen = means(values)
+            seen["nonfinite_examples"] = total(getattr(run.state.clip, "nonfinite_examples", 0))
+            for name, value in seen.items():
+                module.log(f"not_private/{name}", float(value), batch_size=1)
 
 
 def _publish(run: Run, state: dict[str, Any]) -> None:

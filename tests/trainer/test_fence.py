@@ -427,3 +427,19 @@ def test_a_metric_that_is_updated_in_the_loss(tmp_path):
     with pytest.raises(PrivacyError, match="accuracy"):
         trainer.fit(module, make_loader(), DataLoader(Points(), 8))
     assert module.privacy_spent().n_steps == 0
+
+
+def test_no_checkpoint_is_saved_in_the_middle_of_a_step(tmp_path):
+    """Whether there is a file would tell about an example."""
+
+    class Saves(Net):
+        def per_example_loss(self, batch):
+            if self.trainer.global_step == 2:
+                self.trainer.save_checkpoint(tmp_path / "a.ckpt")
+            return super().per_example_loss(batch)
+
+    net = Saves()
+    with pytest.raises(PrivacyError, match=r"save_checkpoint inside per_example_loss.*callback"):
+        make_trainer(tmp_path).fit(net, make_loader())
+    assert not (tmp_path / "a.ckpt").exists()
+    assert net.privacy_spent().n_steps == 2

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -199,6 +200,33 @@ def test_everything_but_the_order_is_kept():
         "multiprocessing_context",
     ):
         assert getattr(made._loader, name) == getattr(given, name), name
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        lambda loader: [loader],
+        lambda loader: (loader,),
+        lambda loader: {"train": loader},
+        lambda loader: CombinedLoader([loader], "max_size"),
+        lambda loader: CombinedLoader(loader, "max_size_cycle"),
+    ],
+    ids=["list", "tuple", "dict", "combined list", "combined"],
+)
+@pytest.mark.parametrize("reload", [0, 1])
+@pytest.mark.parametrize("strategy", ["opake_ddp", "auto"])
+def test_a_collection_of_one_loader_is_that_loader(one, reload, strategy, tmp_path):
+    class Has(Net):
+        def train_dataloader(self) -> Any:
+            return one(PoissonLoader(Points(), 6) if strategy == "auto" else make_loader())
+
+    net, alone = Has(), Net()
+    how = {"strategy": strategy, "reload_dataloaders_every_n_epochs": reload}
+    trainer = make_trainer(tmp_path, **how)
+    trainer.fit(net)
+    make_trainer(tmp_path).fit(alone, make_loader())
+    assert all(map(torch.equal, net.parameters(), alone.parameters()))
+    assert isinstance(trainer.train_dataloader, PoissonLoader)
 
 
 def test_drop_last_is_ignored_with_a_note(tmp_path, caplog):

@@ -12,8 +12,10 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -33,6 +35,7 @@ from torch.utils.data import (
 from opake_lightning import DPSGD, DPMixin, DPModule, OpakeDDP, PoissonLoader, PrivacyError
 from opake_lightning.optimizers import adamw, sgd
 from opake_lightning.random import key
+from opake_lightning.trainer._refusals import check_trainer
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import Net, Points, make_loader, make_trainer, plan
 
@@ -567,3 +570,28 @@ def test_a_plain_module_is_given_a_private_checkpoint(tmp_path):
     plain = make_trainer(tmp_path, strategy="auto")
     with pytest.raises(ValueError, match="different number of parameter groups"):
         plain.fit(Plain(), make_loader(), ckpt_path=tmp_path / "private.ckpt", weights_only=True)
+
+
+def test_the_gpu_of_a_mac_is_named_with_its_remedy(tmp_path):
+    trainer = make_trainer(tmp_path, strategy="auto")
+    trainer.strategy._root_device = torch.device("mps")
+    with pytest.raises(PrivacyError, match=r'mps.*float64.*Trainer\(accelerator="cpu"\)'):
+        check_trainer(trainer)
+
+
+def test_a_module_of_the_other_lightning_package_is_named():
+    theirs = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
+    with pytest.raises(PrivacyError, match=r"pytorch_lightning.*import lightning\.pytorch"):
+        type("Private", (DPMixin, theirs), {})
+
+
+@pytest.mark.parametrize("make", [EarlyStopping, ModelCheckpoint])
+def test_a_callback_that_waits_for_what_is_not_logged(make, tmp_path):
+    refused(
+        tmp_path,
+        f"{make.__name__} monitors 'not_private/loss'",
+        callbacks=[make(monitor="not_private/loss")],
+    )
+    shown = Net()
+    shown.log_not_private = True
+    make_trainer(tmp_path, callbacks=[make(monitor="not_private/loss")]).fit(shown, make_loader())

@@ -270,7 +270,7 @@ def test_the_first_lines_project_what_a_planned_run_will_spend(tmp_path, caplog)
 def test_summary_names_the_numbers_of_the_run(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         _, net = fit(tmp_path, Net(plan(target_epsilon=3.0, clipping_norm=0.5)))
-    assert "each of 24 examples with rate 0.25, 6 expected per step" in caplog.text
+    assert "the training DataLoader now draws Poisson batches." in caplog.text
     lines = re.findall(r"^  (.+?)  +(.+)$", caplog.text, re.MULTILINE)
     sigma = net.privacy_spent().plan["noise_multiplier"]
     assert dict(lines) == {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from opake_lightning.optimizers import adamw, sgd
+from opake_lightning.trainer._diagnostics import total
 from tests.trainer.helpers import CLIPPING, Draws, Net, Points, make_loader, make_trainer, plan
 
 SIGMA, BATCH_SIZE = 2.0, 10
@@ -49,7 +50,9 @@ class Moves(pl.Callback):
 
 
 class Validated(Net):
-    """Logs the validation loss."""
+    """Logs the validation loss, and what carries no noise."""
+
+    log_not_private = True
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.per_example_loss(batch).mean(), sync_dist=True)
@@ -76,6 +79,7 @@ def fits(out: Path, devices: int, rank: int = 0, **how: Any) -> dict[str, Any]:
         "draws": draws.seen,
         "global_step": trainer.global_step,
         "metrics": trainer.callback_metrics,
+        "total": total(3 + rank),
     }
 
     quiet, moves = Silent(), Moves()
