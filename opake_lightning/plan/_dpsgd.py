@@ -53,7 +53,8 @@ class DPSGD(PrivatePlan):
             None chooses by what some of them take.
         engine: Gone, since one engine is exact for every loss; passing anything is an error.
         key: Key of the run. None draws 128 bits from the operating system; ``random.key(7)``
-            reproduces a run, and protects nobody from someone who knows the 7.
+            reproduces a run, and gives no protection if the 7 is guessed. A run with another plan,
+            optimizer, dataset or first weights has other noise.
         on_changed_plan: What resuming does where plan or inputs changed: ``"refuse"``, or
             ``"fork"``, which goes on with a new key, so that no noise is used for two gradients.
         key_in_checkpoint: False leaves all keys out of checkpoints, which then need ``key`` to be

@@ -25,9 +25,9 @@ from opake_lightning.trainer._inputs import Inputs, state_digest, weights_digest
 from opake_lightning.trainer._journal import Journal, read_on_rank_zero
 from opake_lightning.trainer._keys import common_nonce, key_of
 from opake_lightning.trainer._past import Past, carried_over, flat
+from opake_lightning.trainer._rank_failure import require_same_checkpoint
 from opake_lightning.trainer._record import Known, RunRecord
 from opake_lightning.trainer._run import Fit, Run, write_weights
-from opake_lightning.trainer._together import require_same_checkpoint
 
 __all__ = ["begin", "begin_resumed", "compared", "resume"]
 
@@ -56,8 +56,8 @@ def begin(past: Past, fit: Fit, root: RngKey) -> Run:
     record = past.record.knowing(past.since).rooted(root, apart=_is_apart(fit))
     # A run that names its key can be made again, as far as its inputs can be told. All others get a
     # key that nobody comes to again.
-    told = fit.inputs.rows or not record.released
-    again = fit.plan.key is not None and not _is_apart(fit) and told
+    comparable = fit.inputs.rows or not record.released
+    again = fit.plan.key is not None and not _is_apart(fit) and comparable
     if isinstance(mechanism, PrivateMechanism):
         mechanism = mechanism.beginning_at(record.n_steps)
     record = _opened(

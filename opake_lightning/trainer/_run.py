@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opake_lightning import _check
 from opake_lightning.distributed import world_size
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
+from opake_lightning.optimizers.types import ScheduleFreeState
 from opake_lightning.plan import NonPrivate, PrivateMechanism
 from opake_lightning.random import RngKey
 from opake_lightning.serialization import state_dict
@@ -24,7 +26,6 @@ from opake_lightning.trainer._correlated import TORN, Remembering, require_whole
 from opake_lightning.trainer._diagnostics import Diagnostics
 from opake_lightning.trainer._inputs import Inputs, release_bits, weights_digest
 from opake_lightning.trainer._past import Past
-from opake_lightning.trainer._rate import rate_of
 from opake_lightning.trainer._record import RunRecord
 
 __all__ = ["Fit", "Loading", "Run", "write_weights"]
@@ -233,8 +234,21 @@ class Run(Past):
         self._unfinished = ""
 
     def learning_rate(self) -> float | None:
-        """Rate that the next update applies; None if the optimizer hides it."""
-        return rate_of(self.fit.optimizer, self.state)
+        """Rate that the next update applies; None if the optimizer hides it.
+
+        Raises:
+            TypeError: If a schedule returns something else than a number.
+            ValueError: If it is negative or not finite.
+        """
+        rate: Any = getattr(self.fit.optimizer, "lr", None)
+        if rate is None:
+            return None
+        # The optimizer's own count: a second fit with another optimizer starts its schedule anew.
+        own = self.state.optimizer
+        own = own.stages if isinstance(own, ScheduleFreeState) else own
+        step: int = own["step"] if isinstance(own, dict) and "step" in own else self.state.step
+        value = rate(step) if callable(rate) else rate
+        return _check.non_negative(f"the learning rate at step {step}", value)
 
     # -- weights to train on, and weights to publish ----------------------------------------------
 

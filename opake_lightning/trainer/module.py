@@ -32,10 +32,10 @@ from opake_lightning.trainer._checkpoint_io import (
     use_sealed,
 )
 from opake_lightning.trainer._diagnostics import means, total
+from opake_lightning.trainer._lightning_counters import count_epoch, settle
 from opake_lightning.trainer._loss import is_in_loss
 from opake_lightning.trainer._past import Past
 from opake_lightning.trainer._prepare import configure, refuse_replaced
-from opake_lightning.trainer._progress import count_epoch, settle
 from opake_lightning.trainer._refusals import (
     check_hyperparameters,
     check_loadable,

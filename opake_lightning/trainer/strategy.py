@@ -27,7 +27,7 @@ from typing_extensions import override
 from opake_lightning.distributed import leave_group
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.trainer._past import Past
-from opake_lightning.trainer._together import (
+from opake_lightning.trainer._rank_failure import (
     ending_together,
     only_note_sigterm,
     refuse_to_meet_again,

@@ -16,7 +16,7 @@ from opake_lightning.errors import PrivacyError
 from opake_lightning.optimizers import sgd
 from opake_lightning.plan import DPSGD, Mechanism
 from opake_lightning.random import key
-from opake_lightning.trainer._together import require_same_checkpoint
+from opake_lightning.trainer._rank_failure import require_same_checkpoint
 from tests.helpers import on_ranks
 from tests.trainer.many_ranks import (
     BATCH_SIZE,
