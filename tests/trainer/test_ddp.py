@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
 from tests.trainer.helpers import CLIPPING, Net, make_loader, make_trainer, plan
-from tests.trainer.two_ranks import BATCH_SIZE, SIGMA, fits, learned
+from tests.support.two_ranks import BATCH_SIZE, SIGMA, fits, learned
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What two processes of torchrun found."""
-    script = ROOT / "tests" / "trainer" / "two_ranks.py"
+    script = ROOT / "tests" / "support" / "two_ranks.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node=2", str(script), str(folder)],

@@ -14,8 +14,8 @@ import torch
 from opake_lightning.optimizers import adamw
 from tests.trainer.cases_dpftrl import ALL, mf_plan
 from tests.trainer.helpers import Net, make_loader, make_trainer
-from tests.trainer.two_ranks import learned
-from tests.trainer.two_ranks_dpftrl import fits
+from tests.support.two_ranks import learned
+from tests.support.two_ranks_dpftrl import fits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What two processes of torchrun found."""
-    script = ROOT / "tests" / "trainer" / "two_ranks_dpftrl.py"
+    script = ROOT / "tests" / "support" / "two_ranks_dpftrl.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node=2", str(script), str(folder)],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "trainer" / "launched.py"
+SCRIPT = ROOT / "tests" / "support" / "launched.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STARTED: dict[str, tuple[list[str], str]] = {

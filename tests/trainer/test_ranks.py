@@ -18,7 +18,7 @@ from opake_lightning.plan import DPSGD, Mechanism
 from opake_lightning.random import key
 from opake_lightning.trainer._rank_failure import require_same_checkpoint
 from tests.helpers import on_ranks
-from tests.trainer.many_ranks import (
+from tests.support.many_ranks import (
     BATCH_SIZE,
     HALF,
     NOISES,
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def found(folder: Path, what: str) -> dict[str, dict[int, Any]]:
     """What each rank of each fit found: {fit: {rank: result}}."""
-    script = ROOT / "tests" / "trainer" / "many_ranks.py"
+    script = ROOT / "tests" / "support" / "many_ranks.py"
     done = subprocess.run(
         [sys.executable, str(script), str(folder), what],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
