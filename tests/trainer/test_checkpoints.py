@@ -446,7 +446,7 @@ def test_fork_goes_on_with_a_new_key_and_the_old_ledger(field, tmp_path):
 class SameOnBothRanks(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         seen: list[Any] = [None, None]
-        mine = module._dp.state.noise.key.hex(), [p.tolist() for p in module.parameters()]
+        mine = module._dp.record.to_plain(secret=True), [p.tolist() for p in module.parameters()]
         dist.all_gather_object(seen, mine)
         assert seen[0] == seen[1]
 
