@@ -94,6 +94,18 @@ def test_reset_privacy_zeroes_the_ledger_and_takes_another_key(tmp_path):
     assert net.privacy_spent().n_steps == 4
 
 
+def test_a_reset_module_has_other_noise_from_the_same_weights_too(tmp_path):
+    """It is for other people's data, of which a key sees only some rows."""
+    net = Net()
+    first = copy.deepcopy(net.state_dict())
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    before = net._dp.record.key
+    net.reset_privacy()
+    net.load_state_dict(first)
+    make_trainer(tmp_path, max_epochs=1).fit(net, make_loader())
+    assert net._dp.record.key != before
+
+
 def test_reset_privacy_of_a_new_module_changes_nothing(tmp_path):
     net = still()
     net.reset_privacy()
