@@ -110,7 +110,7 @@ class Past:
         """That of weights from a file: a new fit takes a new key."""
         if saved is None:
             return cls.unknown()
-        return cls(RunRecord.from_plain(saved).loaded())
+        return cls(RunRecord.from_plain(saved).public())
 
     def joined_by(self, loaded: Past) -> None:
         """The module gets the weights of another run, and with them their past."""
@@ -129,7 +129,7 @@ class Past:
         What correlated noise remembers stays behind: a fit begins a new horizon.
         """
         past = self.past()
-        record = past.record if secret else past.record.loaded()
+        record = past.record if secret else past.record.public()
         plain = {"record": record.to_plain(secret=secret), "since": past.since.to_plain()}
         if not secret:
             return plain

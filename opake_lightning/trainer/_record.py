@@ -245,17 +245,10 @@ class RunRecord:
         return reset if self.key is None and not self.path else reset._folded(entry_of("reset"))
 
     def public(self) -> RunRecord:
-        """What may be published with the weights."""
+        """What may be published with the weights: their past, for a run of its own."""
         return RunRecord(
             self.lineage, released=self.released, complete=self.complete, plan=self.plan
         )
-
-    def loaded(self) -> RunRecord:
-        """The past of weights from a file, for a run of its own."""
-        past = self.public()
-        # A plan may name its key, and the file's steps have used that key's noise.
-        path = (entry_of("after", inputs=digest_of(self.known.to_plain()["released"])),)
-        return replace(past, path=path if past.released else ())
 
     def rooted(self, root: RngKey, *, apart: bool) -> RunRecord:
         """With a key, derived from ``root``, if there is none; always if it is kept ``apart``.

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning.optimizers import adamw
+from tests.support.two_ranks import learned
 from tests.trainer.cases_dpftrl import ALL, mf_plan
 from tests.trainer.helpers import Draws, Net, make_loader, make_trainer, on_plans_key
-from tests.support.two_ranks import learned
 
 
 def fits(out: Path, devices: int, rank: int = 0) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def load(world: World, place: int, file: File) -> World:
     since = text_of((read(world, {file.folder}, record.lineage) or Known()).to_plain())
     process = Process(
         world.number,
-        kept(record.loaded()),
+        kept(record.public()),
         file.weights,
         file.setup,
         file.root if file.named else fold_in(key(0), world.number),

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from opake_lightning import CheckpointError
 from opake_lightning.optimizers import adamw
-from tests.trainer.helpers import CLIPPING, Net, make_loader, make_trainer, plan
 from tests.support.two_ranks import BATCH_SIZE, SIGMA, fits, learned
+from tests.trainer.helpers import CLIPPING, Net, make_loader, make_trainer, plan
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from opake_lightning.optimizers import adamw
-from tests.trainer.cases_dpftrl import ALL, mf_plan
-from tests.trainer.helpers import Net, make_loader, make_trainer
 from tests.support.two_ranks import learned
 from tests.support.two_ranks_dpftrl import fits
+from tests.trainer.cases_dpftrl import ALL, mf_plan
+from tests.trainer.helpers import Net, make_loader, make_trainer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

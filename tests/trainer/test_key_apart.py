@@ -365,6 +365,15 @@ def test_all_that_a_fit_has_left_is_brought_back():
     assert Past.from_plain(past.to_plain(secret=False)).record.key is None
 
 
+def test_a_fit_in_other_processes_that_failed_and_left_no_record_is_unknown(tmp_path):
+    past = Past(RunRecord("f00", KEY))
+    assert past.record.complete
+    assert not past.left_behind().since.complete
+    past.journal.keep_in(tmp_path, Known())
+    assert past.left_behind().since.complete
+    assert past.left_behind().record.key != KEY
+
+
 def point_adam() -> Any:
     return adamw(0.05)
 

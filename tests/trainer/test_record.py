@@ -143,9 +143,10 @@ def test_a_key_that_is_kept_apart_begins_at_its_root():
     record = after(started(), 2)
     assert record.rooted(key(8), apart=True).key == key(8)
     assert record.rooted(key(8), apart=False).key == record.key
-    loaded = record.loaded()
+    loaded = record.public()
     assert loaded.key is None
-    assert loaded.rooted(key(7), apart=False).key not in (key(7), record.key)
+    begun = loaded.rooted(key(7), apart=False).opened("fit", "", "inputs")
+    assert begun.key not in (key(7), record.key)
     # It is a run of its own, with a file of its own.
     assert loaded.lineage == record.lineage != loaded.rooted(key(7), apart=False).lineage
 
