@@ -20,15 +20,10 @@ import hashlib
 import math
 import os
 import random as _python_random
-import secrets
-import stat
-import string
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,7 +32,18 @@ from torch import Tensor
 
 from opake_lightning import _check
 from opake_lightning._normal import BLOCK, fill_normal, keystream
-from opake_lightning.errors import PrivacyError
+from opake_lightning._rng_key import (
+    BITS,
+    RngKey,
+    fold_in,
+    fresh_key,
+    key,
+    key_from_environment,
+    key_from_file,
+    require_key,
+    split,
+    write_key_file,
+)
 
 __all__ = [
     "RngKey",
@@ -58,8 +64,6 @@ __all__ = [
     "write_key_file",
 ]
 
-_BITS = 128
-_DIGITS = frozenset(string.hexdigits)
 # Elements that one thread works on at a time: of more, torch would share out the work to further
 # threads.
 _PIECE = 1 << 14
@@ -70,178 +74,12 @@ _BLOCK_ELSEWHERE = 1 << 22
 _WORTH_A_THREAD = 3
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RngKey:
-    """128 secret bits. Whoever knows them can subtract the noise, so they are never printed.
-
-    Attributes:
-        bits: The key as an integer in [0, 2**128).
-    """
-
-    bits: int
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        # What was given may be a key in another form, so no message repeats it.
-        if type(self.bits) is not int:
-            raise TypeError(f"a key's bits are an int, not a {type(self.bits).__name__}")
-        if self.bits >> _BITS:
-            raise ValueError("a key must be in [0, 2¹²⁸)")
-
-    def __repr__(self) -> str:
-        """Hide the bits: a repr ends up in logs and hyperparameter files."""
-        return "RngKey(<secret>)"
-
-    def hex(self) -> str:
-        """The key as 32 hexadecimal digits, for a checkpoint or a key file. Secret."""
-        return f"{self.bits:032x}"
-
-    @classmethod
-    def from_hex(cls, digits: str) -> RngKey:
-        """The key that :meth:`hex` wrote.
-
-        Raises:
-            ValueError: If ``digits`` are not 32 hexadecimal digits; does not repeat them.
-        """
-        if len(digits) != _BITS // 4 or not _DIGITS.issuperset(digits):
-            raise ValueError(
-                f"a key is written as {_BITS // 4} hexadecimal digits, but {len(digits)} characters"
-                " were found, or others than these"
-            )
-        return cls(int(digits, 16))
-
-    def digest(self) -> str:
-        """32 hexadecimal digits that tell keys apart; public.
-
-        They do not help to find a key that cannot be guessed. Of one that can, such as ``key(7)``,
-        they tell who guesses that it was right.
-
-        >>> key(7).digest() == key(7).digest() != key(8).digest()
-        True
-        """
-        # Unlike what fold_in makes, no key: whatever words are folded in, none comes to this.
-        return f"{_digest(b'digest', self.bits.to_bytes(_BITS // 8, 'big'), ''):032x}"
-
-
-def key(seed: int) -> RngKey:
-    """A reproducible key. For runs that protect real people, use :func:`fresh_key`.
-
-    Args:
-        seed: Any integer >= 0. Whoever can guess it can recompute the noise.
-
-    >>> key(7) == key(7), key(7) == key(8)
-    (True, False)
-    """
-    seed = _check.at_least("seed", seed, 0)
-    return RngKey(_digest(b"key", b"", seed))
-
-
-def fresh_key() -> RngKey:
-    """A key from 128 bits of operating-system entropy."""
-    return RngKey(secrets.randbits(_BITS))
-
-
-def write_key_file(path: str | os.PathLike[str]) -> None:
-    """Write a new key, from the operating system's entropy, to a file that only its owner can read.
-
-    Keep a copy where the checkpoints are not: without the key, a run that was trained with
-    ``key_in_checkpoint=False`` cannot be resumed.
-
-    Args:
-        path: The file to make; it must not be there yet, because overwriting a key would make
-            every checkpoint that needs it useless.
-
-    Raises:
-        FileExistsError: If there is something at ``path``.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(f"{fresh_key().hex()}\n")
-        file.flush()
-        os.fsync(descriptor)
-
-
-def key_from_file(path: str | os.PathLike[str]) -> RngKey:
-    """The key in a file, such as :func:`write_key_file` makes.
-
-    Guarantee: no part of the file's content is in an error message.
-
-    Args:
-        path: A file of 32 hexadecimal digits, which only its owner may read (mode 0600 or 0400).
-
-    Raises:
-        PrivacyError: If others may read or write the file.
-        ValueError: If it does not hold a key.
-    """
-    with Path(path).open("rb") as file:
-        # Of the file that was opened, not of what may lie at the path by now.
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if os.name == "posix" and mode & 0o077:
-            raise PrivacyError(
-                f"the key file {path} has mode {mode:04o}, so others than its owner may read it or "
-                "write to it; if nobody has, run chmod 600 on it, else make another key with "
-                "random.write_key_file"
-            )
-        return _key_in(file.read(1 << 10), f"the key file {path}")
-
-
-def key_from_environment(name: str) -> RngKey:
-    """The key in an environment variable, for where secrets are handed over like that.
-
-    Every process that this one starts gets the variable, too, as ranks must. Other programs that
-    run as the same user can read it, and some experiment trackers store the whole environment: a
-    file is safer.
-
-    Args:
-        name: The variable's name; its value is 32 hexadecimal digits.
-
-    Raises:
-        PrivacyError: If the variable is not set.
-        ValueError: If it does not hold a key; does not repeat what it holds.
-
-    >>> key_from_environment("NO_SUCH_KEY")
-    Traceback (most recent call last):
-    opake_lightning.errors.PrivacyError: the environment variable NO_SUCH_KEY is not set; ...
-    """
-    value = os.environ.get(name)
-    if value is None:
-        raise PrivacyError(
-            f"the environment variable {name} is not set; it must hold the run's key, on every "
-            "machine and rank: 32 hexadecimal digits, as random.write_key_file writes them"
-        )
-    return _key_in(os.fsencode(value), f"the environment variable {name}")
-
-
-def fold_in(rng: RngKey, data: int | str) -> RngKey:
-    """The key derived from ``rng`` for one purpose (a word) or one step (a number).
-
-    >>> fold_in(key(7), "noise") == fold_in(key(7), "noise")
-    True
-    >>> fold_in(key(7), 1) == fold_in(key(7), "1")
-    False
-    """
-    _require_key(rng)
-    if not isinstance(data, str):
-        data = _check.at_least("data", data, 0)
-    return RngKey(_digest(b"fold_in", rng.bits.to_bytes(_BITS // 8, "big"), data))
-
-
-def split(rng: RngKey, n: int = 2) -> tuple[RngKey, ...]:
-    """``n`` keys that are unrelated to each other and to ``rng``.
-
-    >>> len(set(split(key(7), 3)) | {key(7)})
-    4
-    """
-    child = fold_in(rng, "split")
-    return tuple(fold_in(child, index) for index in range(_check.at_least("n", n, 1)))
-
-
 def generator(rng: RngKey, device: torch.device | str = "cpu") -> torch.Generator:
     """A torch generator on ``device`` that starts from all of ``rng``."""
-    _require_key(rng)
+    require_key(rng)
     device = torch.device(device)
     out = torch.Generator(device=device)
-    raw = rng.bits.to_bytes(_BITS // 8, "big")
+    raw = rng.bits.to_bytes(BITS // 8, "big")
     if device.type == "cpu":
         out.set_state(_mersenne_state(raw))
     else:
@@ -393,8 +231,8 @@ def visit_normals(
 def _source(rng: RngKey, device: torch.device) -> Callable[[int, Tensor], None]:
     """A function that fills a tensor with the numbers of one block."""
     if device.type == "cpu":
-        _require_key(rng)
-        secret = rng.bits.to_bytes(_BITS // 8, "big")
+        require_key(rng)
+        secret = rng.bits.to_bytes(BITS // 8, "big")
         aes = hashlib.blake2b(b"normal", key=secret, digest_size=32).digest()
         source = keystream(aes)
         return lambda block, out: fill_normal(source, block, out.numpy())
@@ -428,7 +266,7 @@ def _stretch(whole: range, part: int, parts: int) -> range:
 
 def words(rng: RngKey) -> np.random.Philox:
     """A source of 64-bit words, ``words(rng).random_raw(n)``; as secret as ``rng``."""
-    _require_key(rng)
+    require_key(rng)
     return np.random.Philox(key=np.frombuffer(rng.bits.to_bytes(16, "little"), np.uint64))
 
 
@@ -476,7 +314,7 @@ def seeded(rng: RngKey, device: torch.device | str = "cpu") -> Generator[None]:
     raw = fold_in(rng, "global").bits
     kept = _python_random.getstate(), np.random.get_state()  # noqa: NPY002 - what others draw from
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=True):
-        torch.default_generator.set_state(_mersenne_state(raw.to_bytes(_BITS // 8, "big")))
+        torch.default_generator.set_state(_mersenne_state(raw.to_bytes(BITS // 8, "big")))
         if device.type == "cuda":
             torch.cuda.manual_seed(raw & ((1 << 63) - 1))
         _python_random.seed(raw)
@@ -495,24 +333,6 @@ def _workers(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="opake_lightning_noise")
 
 
-def _key_in(content: bytes, where: str) -> RngKey:
-    try:
-        return RngKey.from_hex(content.decode("latin-1").strip())
-    except ValueError as error:
-        raise ValueError(
-            f"{where} holds no key: {error}; make one with random.write_key_file"
-        ) from None
-
-
-def _digest(tag: bytes, rng: bytes, data: int | str) -> int:
-    if isinstance(data, str):
-        payload, kind = data.encode(), b"s"
-    else:
-        payload, kind = data.to_bytes((data.bit_length() + 7) // 8 or 1, "big"), b"i"
-    message = b"opake_lightning\0" + tag + b"\0" + kind + payload
-    return int.from_bytes(hashlib.blake2b(message, key=rng, digest_size=_BITS // 8).digest(), "big")
-
-
 def _mersenne_state(raw: bytes) -> Tensor:
     """A CPU generator state whose 624 words all come from ``raw``."""
     state = torch.Generator().manual_seed(0).get_state()
@@ -521,11 +341,3 @@ def _mersenne_state(raw: bytes) -> Tensor:
     # get_state() is: seed (8 bytes), left (4), seeded (4), next (8), then one 8-byte slot a word.
     view[24 : 24 + 624 * 8].view(np.uint64)[:] = np.frombuffer(words, np.uint32)
     return state
-
-
-def _require_key(rng: object) -> None:
-    if not isinstance(rng, RngKey):
-        raise TypeError(
-            f"expected an RngKey, got a {type(rng).__name__}; make one with random.key(seed) to "
-            "reproduce a run, or random.fresh_key()"
-        )
