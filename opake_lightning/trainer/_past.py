@@ -129,8 +129,8 @@ class Past:
         What correlated noise remembers stays behind: a fit begins a new horizon.
         """
         past = self.past()
-        record = past.record if secret else past.record.public()
-        plain = {"record": record.to_plain(secret=secret), "since": past.since.to_plain()}
+        record, since = past.record.to_plain(secret=secret), past.since.to_plain()
+        plain = {"record": record, "since": since}
         if not secret:
             return plain
         return {

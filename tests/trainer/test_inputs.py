@@ -273,6 +273,27 @@ def test_optimizer_and_clipping_state_of_the_fit_before_are_in_the_key(tmp_path)
     assert len(keys) == 3
 
 
+class Restless(Points):
+    """Another row each time, which no digest can compare."""
+
+    rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, i = super().__getitem__(index)
+        return x + self.rng.normal(), y, i
+
+
+def test_a_fit_on_rows_that_cannot_be_compared_is_not_made_again_on_one_key(tmp_path):
+    """But for the first one, which is what a named key is for."""
+    module = net()
+    for _ in range(2):
+        run_fit(module, tmp_path, loader=make_loader(Restless()), max_epochs=1)
+    assert module._dp.fit.inputs.rows == ""
+    nonces = [entry.split(":")[1] for entry in module._dp.record.path]
+    assert nonces[0] == ""
+    assert nonces[1]
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_other_microbatches_make_no_step_again_and_go_on_where_none_was_lost(lost, tmp_path):
     limits = {"max_steps": 6 if lost else 4, "max_epochs": -1}

@@ -20,6 +20,7 @@ from opake_lightning.plan import NonPrivate
 from opake_lightning.random import key
 from opake_lightning.scheduling import linear_schedule
 from opake_lightning.serialization import state_dict
+from opake_lightning.trainer import _past
 from opake_lightning.trainer._keys import derive
 from opake_lightning.trainer._run import Fit, Run
 from tests.trainer.cases_dpftrl import mf_plan
@@ -353,6 +354,22 @@ def test_what_is_loaded_from_one_pickle_twice_shares_no_noise(fits, tmp_path):
     noises = [noise_of_fit(net, tmp_path) for net in nets]
     assert not any(reused(a, b) for a, b in itertools.combinations(noises, 2))
     assert [net.privacy_spent().n_steps for net in nets] == [8, 8, 8]
+
+
+def test_processes_that_a_module_is_spawned_into_share_no_key_either(tmp_path, monkeypatch):
+    """Unless it is our launcher that starts them, which says that they are one run."""
+    net = still()
+    noise_of_fit(net, tmp_path)
+    monkeypatch.setattr(_past, "get_spawning_popen", lambda: "one")
+    sent = pickle.dumps(net._dp)
+    monkeypatch.undo()
+    keys = {net._dp.record.key}
+    for _ in range(2):
+        twin = still()
+        twin._dp = pickle.loads(sent)
+        assert twin._dp.record.key == net._dp.record.key  # of which it may go on
+        keys.add(key_of_next_fit(twin, tmp_path))
+    assert len(keys) == 3
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
