@@ -141,7 +141,7 @@ class DPFTRL(PrivatePlan):
 
     @override
     def drawing(self, n_examples: int, batch_size: int) -> str:
-        """How the examples of a step are drawn, in words; other numbers are in :meth:`rows`."""
+        """How the examples of a step are drawn, in words; the start-up table has other numbers."""
         parts = -(-n_examples // batch_size)
         MFMechanism(self, 1.0, n_examples, batch_size, 1)  # refuses what cannot be drawn
         match self.sampling_used:

@@ -88,7 +88,7 @@ class DPSGD(PrivatePlan):
 
     @override
     def drawing(self, n_examples: int, batch_size: int) -> str:
-        """How the examples of a step are drawn, in words; the numbers are in :meth:`rows`."""
+        """How the examples of a step are drawn, in words; the start-up table has the numbers."""
         del n_examples, batch_size
         return "Poisson batches"
 
