@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from opake_lightning import CheckpointError, PrivacyError
 from opake_lightning.optimizers import adamw, schedule_free, sgd
-from opake_lightning.plan import NonPrivate
+from opake_lightning.plan import NonPrivate, _base
 from opake_lightning.random import key
 from opake_lightning.scheduling import cosine_schedule
 from opake_lightning.trainer import PoissonLoader
@@ -254,6 +254,20 @@ def test_every_input_of_a_fit_is_in_its_key(tmp_path):
     assert len(set(found.values())) == len(KEYED)
     run_fit(module := net(), tmp_path)
     assert module._dp.record.key == found["nothing"]
+
+
+def test_a_release_that_calibrates_otherwise_has_other_noise(tmp_path, monkeypatch):
+    """The same numbers, scaled by another σ, would give both away."""
+    keys = set()
+    for factor in (1.0, 1.01):
+        calibrated = _base.calibrate
+        monkeypatch.setattr(
+            _base, "calibrate", lambda *a, f=factor, c=calibrated, **k: f * c(*a, **k)
+        )
+        run_fit(module := net(target_epsilon=9.0), tmp_path, max_epochs=1)
+        keys.add(module._dp.record.key)
+        monkeypatch.undo()
+    assert len(keys) == 2
 
 
 def test_optimizer_and_clipping_state_of_the_fit_before_are_in_the_key(tmp_path):
