@@ -326,6 +326,16 @@ def test_other_microbatches_make_no_step_again_and_go_on_where_none_was_lost(los
     assert made(forked) == [6, 4]
 
 
+def test_only_steps_that_are_made_again_must_be_made_as_they_were(tmp_path):
+    """Earlier ones may have been made on other ranks, or in other microbatches."""
+    run_fit(net(), tmp_path, saver(tmp_path, every=1), max_steps=4, max_epochs=-1)
+    other, again = net(microbatch_size=2), net(microbatch_size=2)
+    how = {"max_steps": 7, "max_epochs": -1}
+    run_fit(other, tmp_path, saver(tmp_path / "b", every=1), ckpt=tmp_path / "step=4.ckpt", **how)
+    run_fit(again, tmp_path / "b", ckpt=tmp_path / "b" / "step=5.ckpt", **how)
+    assert made(again) == [7]
+
+
 # -- what is seen, and what is not ----------------------------------------------------------------
 
 
