@@ -326,6 +326,7 @@ def test_other_microbatches_make_no_step_again_and_go_on_where_none_was_lost(los
     assert made(forked) == [6, 4]
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 def test_only_steps_that_are_made_again_must_be_made_as_they_were(tmp_path):
     """Earlier ones may have been made on other ranks, or in other microbatches."""
     run_fit(net(), tmp_path, saver(tmp_path, every=1), max_steps=4, max_epochs=-1)
