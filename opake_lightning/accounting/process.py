@@ -22,10 +22,12 @@ privacy loss (PLD), which ``dp_accounting`` does, on a grid of losses of width :
 
 Why the result is never too low: the pair on the grid dominates the true one; what is cut off at the
 tails counts as certain failure; δ is lowered, before it is looked up, by more than the Fourier
-transforms round; and ε is rounded up. Where the grid has nothing to say (δ below 2e-13 times the
-root of the number of steps), or would not fit into memory (σ of a few hundredths), the same
-steps without sampling, which are always worse, give the answer. So they do where what comes out
-of the grid is no distribution (its total mass is far from 1, or no number), after coarser grids.
+transforms round; and ε is rounded up. Where the grid has little to say (δ near 2e-13 times the root
+of the number of steps, or below), would not fit into memory (σ of a few hundredths), or comes out
+as no distribution (its total mass is far from 1, or no number), after coarser grids, the answer is
+the least of two bounds that need none: that of the steps' Rényi divergences (Mironov, Talwar &
+Zhang 2019, arXiv:1908.10530; converted by Canonne, Kamath & Steinke 2020, arXiv:2004.00010,
+proposition 12), and the same steps without sampling, which are always worse.
 
 Steps that take every example (:math:`q=1`) amount to one Gaussian with
 :math:`\sigma^{-2} = \sum_i \sigma_i^{-2}` and need no grid (Balle & Wang 2018, Theorem 8).
@@ -41,8 +43,9 @@ from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
-from dp_accounting import gaussian_mechanism
+from dp_accounting import dp_event, gaussian_mechanism
 from dp_accounting.pld import privacy_loss_distribution, privacy_loss_mechanism
+from dp_accounting.rdp import rdp_privacy_accountant
 
 from opake_lightning import _check
 
@@ -191,6 +194,13 @@ _LITTLE_NOISE, _MUCH_NOISE = 1e-5, 1e12
 _LARGEST_LOSS = 2.0**14
 _MAX_COMPOSED = 2.0**23
 _RELATIVE_SLACK = 1e-9
+# Up to how many times the rounding of the Fourier transforms a δ is asked of other bounds, too.
+_LITTLE = 100.0
+# Of a step's Rényi divergence, which is a logarithm of a sum.
+_RENYI_SLACK = 1e-11
+_RAREST = 1e-12
+# Whole ones have a finite sum each; δ so small that these bounds matter asks for large ones.
+_ORDERS = (*range(2, 33), *(2**n + k * 2 ** (n - 2) for n in range(5, 9) for k in range(1, 5)))
 # The widths that rounding asks for: per step, and per step and unit of the largest loss, squared.
 _ROUNDING, _ROUNDING_OF_MANY = 5e-14, 5e-17
 # Between which the total mass of a composed grid is near enough to 1 for its δ to be a bound.
@@ -225,11 +235,17 @@ def _epsilon(totals: _Totals, delta: float, coarser: int) -> float:
     if (sigma := _unsampled_sigma(totals)) in (0.0, math.inf):
         return 0.0 if sigma else math.inf
     bound = _gaussian_epsilon(sigma, delta)
-    certain = delta * (1 - _RELATIVE_SLACK) - _fourier_noise(totals)
-    if bound == 0 or certain <= 0 or not _on_grid(totals):
+    noise = _fourier_noise(totals)
+    certain = delta * (1 - _RELATIVE_SLACK) - noise
+    if bound == 0 or all(event.sample_rate == 1 for event, _ in totals):
         return bound
-    sampled = _sampled(totals, coarser, lambda grid: grid.get_epsilon_for_delta(certain))
-    return min(bound, sampled * (1 + _RELATIVE_SLACK))
+    sampled = math.inf
+    if certain > 0 and _on_grid(totals):
+        sampled = _sampled(totals, coarser, lambda grid: grid.get_epsilon_for_delta(certain))
+        bound = min(bound, sampled * (1 + _RELATIVE_SLACK))
+    if sampled < math.inf and delta > _LITTLE * noise:
+        return bound
+    return min(bound, _renyi_epsilon(totals, delta))
 
 
 def _on_grid(totals: _Totals) -> bool:
@@ -244,6 +260,24 @@ def _on_grid(totals: _Totals) -> bool:
 
 def _fourier_noise(totals: _Totals) -> float:
     return _FOURIER_NOISE * math.sqrt(sum(count for _, count in totals))
+
+
+def _renyi_epsilon(totals: _Totals, delta: float) -> float:
+    """Return what Rényi divergences say; ``inf`` where rounding may be more than they are."""
+    accountant: Any = rdp_privacy_accountant.RdpAccountant(_ORDERS)
+    for event, count in totals:
+        noise: Any = dp_event.GaussianDpEvent(event.noise_multiplier)
+        if event.sample_rate < 1:
+            # To sample more often costs more; of less, the library cannot take the logarithm.
+            rate = max(event.sample_rate, _RAREST)
+            noise = dp_event.PoissonSampledDpEvent(rate, noise)
+        accountant.compose(noise, count)
+    try:
+        epsilon = float(accountant.get_epsilon(delta))
+    except ValueError:  # of a divergence that rounding has made negative
+        return math.inf
+    slack = _RENYI_SLACK * sum(count for _, count in totals)
+    return epsilon * (1 + _RELATIVE_SLACK) + slack if epsilon > 10 * slack else math.inf
 
 
 @_quietly

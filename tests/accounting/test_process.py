@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -141,10 +142,37 @@ def test_delta_at_undoes_epsilon_at():
 
 
 # Looking up a delta that is smaller than what the Fourier transform rounds.
-def test_a_delta_below_rounding_gives_the_bound_without_sampling():
-    run = steps(1.1, 0.01, 1000)
-    assert run.epsilon_at(1e-10) < 5
-    assert run.epsilon_at(1e-13) == (steps(1.1) * 1000).epsilon_at(1e-13)
+@pytest.mark.parametrize(
+    ("sigma", "rate", "n", "delta", "least", "most"),
+    [
+        (1.0, 0.01, 1000, 1e-12, 3.92, 4.42),  # by a grid of a hundred times the points; by RDP
+        (2.0, 0.001, 249_000, 1e-10, 1.4, 1.68),
+        (2.0, 0.001, 249_999, 1e-10, 1.4, 1.68),
+        (1.0, 1e-6, 10**6, 1e-15, 0.5, 1.17),
+    ],
+)
+def test_a_delta_below_rounding_gives_the_bound_of_renyi_divergences(
+    sigma, rate, n, delta, least, most
+):
+    """The same steps without sampling, which were taken there, cost 720 and 33,000."""
+    assert least < steps(sigma, rate, n).epsilon_at(delta) < most
+    assert (steps(sigma) * n).epsilon_at(delta) > 100 * most
+
+
+@pytest.mark.parametrize(("sigma", "rate", "n"), [(1.1, 0.01, 1000), (2.0, 0.001, 10**5)])
+def test_there_is_no_cliff_where_rounding_takes_over(sigma, rate, n):
+    run, exponents = steps(sigma, rate, n), range(-60, -15)
+    found = [run.epsilon_at(10 ** (tenths / 4)) for tenths in exponents]
+    assert all(a > b for a, b in itertools.pairwise(found))
+    # A factor of 10^(1/4) in δ is worth a few per cent, also from one bound to the other.
+    assert max(a / b for a, b in itertools.pairwise(found)) < 1.15
+
+
+def test_divergences_that_rounding_has_eaten_say_nothing():
+    """The library may take such a divergence for 0, or refuse its logarithm."""
+    for rate in (1e-17, 1e-16, 1e-14):
+        assert 0 <= steps(1.0, rate, 10).epsilon_at(1e-13) <= steps(1.0, 1e-9, 10).epsilon_at(1e-13)
+    assert steps(1e9, 0.5, 10**6).epsilon_at(1e-13) <= steps(1e7, 0.5, 10**6).epsilon_at(1e-13)
 
 
 @pytest.mark.parametrize("sigma", [0.02, 0.1])
