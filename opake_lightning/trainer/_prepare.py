@@ -100,7 +100,8 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
     key, step = run.position()
     digest = fold_in(key, "compare").hex()
     require_equal({"the key (compared by digest)": digest, "the number of steps so far": step})
-    run.loading, module._dp_loading = module._dp_loading, None
+    # Of a fit that failed earlier, there may be one that is not this fit's.
+    run.loading, module._dp_loading = module._dp_loading if resuming else None, None
     if loader is not None:
         loader.follow(run.position, run.draw)
     module._dp = run
