@@ -62,10 +62,10 @@ class Past:
         """δ that ε is reported at."""
         return float(self.record.plan.get("target_delta", NonPrivate.target_delta))
 
-    def spent(self) -> PrivacySpent:
-        """What has been spent so far."""
-        record, delta = self.record, self.delta
-        ledger = record.ledger
+    def spent(self, delta: float | None = None) -> PrivacySpent:
+        """What has been spent so far, at the plan's δ or another one."""
+        record, ledger = self.record, self.record.ledger
+        delta = self.delta if delta is None else delta
         return PrivacySpent(
             ledger.epsilon(delta), delta, ledger.n_steps, dict(record.plan), record.complete
         )

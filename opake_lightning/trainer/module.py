@@ -134,13 +134,16 @@ class DPMixin:
             "DPSGD(clipping_norm=1.0, target_epsilon=3.0, target_delta=1e-5)"
         )
 
-    def privacy_spent(self) -> PrivacySpent:
+    def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε, δ, number of steps and plan so far; also after ``load_from_checkpoint``.
+
+        ε is stated at ``delta``, in (0, 1), by default the plan's. It is one curve: the promise
+        holds at every δ at the same time.
 
         Of a module that was neither fitted nor loaded, ``complete`` is False: nobody has told what
         its weights have cost.
         """
-        return (self._dp or Past.unknown()).spent()
+        return (self._dp or Past.unknown()).spent(delta)
 
     def reset_privacy(self) -> None:
         """Forget what was spent and take a new key.

@@ -310,3 +310,15 @@ def test_nothing_without_noise_is_logged_unless_asked_for(tmp_path, privacy):
 
 
 # -- the rest of the trainer ---------------------------------------------------------------------
+
+
+def test_what_was_spent_at_another_delta(tmp_path):
+    _, net = fit(tmp_path, Net())
+    for delta in (1e-3, 1e-7):
+        spent = net.privacy_spent(delta)
+        assert (spent.delta, spent.epsilon) == (delta, net._dp.record.ledger.epsilon(delta))
+    assert net.privacy_spent(1e-7).epsilon > net.privacy_spent().epsilon
+    with pytest.raises(ValueError, match="delta must be"):
+        net.privacy_spent(delta=0.0)
+    with pytest.raises(ValueError, match="delta must be"):
+        Net().privacy_spent(delta=1.5)
