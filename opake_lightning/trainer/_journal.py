@@ -60,6 +60,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class Journal:
         self._writer = secrets.token_hex(4)
         self._files: dict[Path, _File] = {}
         self._latest = Known()
+        self._complete = True
         # A checkpoint may be saved, and its directory become ours, in another thread.
         self._lock = threading.Lock()
 
@@ -106,9 +108,12 @@ class Journal:
         directory = Path(os.path.realpath(directory))
         with self._lock:
             path = directory / file_name(self.lineage, self._writer)
-            if directory not in self._files or not path.exists():  # as where a folder was emptied
+            lost = directory in self._files and not path.exists()
+            if lost:  # a folder was emptied, and what others had recorded there is gone as well
+                self._complete = False
+            if lost or directory not in self._files:
                 # A step may have been made while the checkpoint was on its way to another thread.
-                file = _File(path, known.joined(self._latest))
+                file = _File(path, self._marked(known.joined(self._latest)))
                 self._files = {**self._files, directory: file}
 
     def go_on_in(self, directories: Iterable[Path], known: Known) -> None:
@@ -127,7 +132,7 @@ class Journal:
             self._latest = known
             for directory, file in self._files.items():
                 try:
-                    file.write(known)
+                    file.write(self._marked(known))
                 except OSError as error:
                     if not directory.exists():  # and its checkpoints are gone with it
                         continue
@@ -135,6 +140,9 @@ class Journal:
                         f"the step cannot be recorded in {file.path} ({error}), so it is not "
                         "applied; see to the disk and resume from the last checkpoint"
                     ) from error
+
+    def _marked(self, known: Known) -> Known:
+        return known if self._complete else replace(known, complete=False)
 
     def prove(self, segment: str, step: int, bits: bytes) -> None:
         """Write down the bits of the release number ``step``, from 0, of ``segment``."""

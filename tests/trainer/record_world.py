@@ -65,6 +65,7 @@ class Process(NamedTuple):
     fitting: bool = False
     pending: bool = False  # released and written down, and the parameters have not moved
     folders: frozenset[int] = frozenset()
+    lost: bool = False  # its own file was deleted
     since: str = NOTHING
     could_read: frozenset[Step] = frozenset()
     unknown: bool = False
@@ -138,8 +139,9 @@ def put(world: World, place: int, process: Process | None, **more: Any) -> World
 def written(world: World, process: Process, folders: Any) -> World:
     """The process's own file in ``folders``, and no other, has all that it knows."""
     record, journals = process.value(), dict(world.journals)
+    known = replace(record.known, complete=record.complete and not process.lost)
     for folder in folders:
-        journals[folder, record.lineage, process.name] = text_of(record.known.to_plain())
+        journals[folder, record.lineage, process.name] = text_of(known.to_plain())
     return world._replace(journals=tuple(sorted(journals.items())))
 
 
@@ -249,6 +251,7 @@ def resume(world: World, place: int, file: File, setup: Setup, *, average: bool)
     ever = {
         step for folder, name, step in world.made if (folder, name) == (file.folder, record.lineage)
     }
+    missing = ever - counted_by(record, world)
     process = Process(
         world.number,
         kept(record),
@@ -259,7 +262,7 @@ def resume(world: World, place: int, file: File, setup: Setup, *, average: bool)
         fitting=True,
         folders=frozenset({file.folder}),
         could_read=could_read,
-        unknown=file.unknown or bool(ever - past_of(weights) - could_read),
+        unknown=file.unknown or bool(missing),
     )
     now = world.told | {(file.folder, record.lineage, step) for step in past_of(weights)}
     return written(put(world, place, process, told=now), process, {file.folder})
@@ -293,7 +296,10 @@ def copied(world: World, place: int, process: Process) -> World:
 
 def lost(world: World) -> World:
     """Files are deleted; who had them open writes to nowhere, until the next checkpoint."""
-    processes = [p and p._replace(folders=frozenset()) for p in world.processes]
+    processes = [
+        p and p._replace(folders=frozenset(), lost=p.lost or bool(p.folders))
+        for p in world.processes
+    ]
     return world._replace(processes=tuple(processes), journals=(), told=frozenset())
 
 
@@ -316,23 +322,25 @@ def check(world: World) -> None:
         record = process.value()
         counted = {name: segment.n_steps for name, segment in record.released.items()}
         since = process.could_read if process.fitting else frozenset()
-        begun = _begun(world)
-        for live, step in past_of(process.weights) | since:
-            name = RngKey.from_hex(live).digest()
-            if counted.get(name, 0) <= step - begun[live]:
-                raise BrokenPromiseError("all is counted")
+        if (past_of(process.weights) | since) - counted_by(record, world):
+            raise BrokenPromiseError("all is counted")
         if any(n > happened.get(name, 0) for name, n in counted.items()):
             raise BrokenPromiseError("nothing else is counted")
         if process.unknown and record.complete:
             raise BrokenPromiseError("unknown is told")
 
 
-def _begun(world: World) -> dict[str, int]:
-    """The number of the first step on each key."""
+def counted_by(record: RunRecord, world: World) -> frozenset[Step]:
+    """The releases of this world that ``record`` counts."""
     first: dict[str, int] = {}
     for (live, step), _ in world.gradients:
         first[live] = min(step, first.get(live, step))
-    return first
+    counts = {name: segment.n_steps for name, segment in record.released.items()}
+    return frozenset(
+        (live, step)
+        for (live, step), _ in world.gradients
+        if step - first[live] < counts.get(RngKey.from_hex(live).digest(), 0)
+    )
 
 
 # -- all that may happen --------------------------------------------------------------------------
