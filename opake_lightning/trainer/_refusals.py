@@ -400,9 +400,17 @@ def check_loader(loader: Any) -> PoissonLoader:
     """The training loader, if it is one Poisson loader.
 
     Raises:
-        PrivacyError: If it is an ordinary loader, or there are several.
+        PrivacyError: If it is an ordinary loader, has an ``__iter__`` of its own, or there are
+            several.
     """
     if isinstance(loader, PoissonLoader):
+        if type(loader).__iter__ is not PoissonLoader.__iter__:
+            # A guarantee depends on it: no test would see rows that are mixed there.
+            raise PrivacyError(
+                f"{type(loader).__name__} has an __iter__ of its own, where nothing tests whether "
+                "rows are mixed; do what it does in the dataset's __getitem__, in collate_fn or in "
+                "on_after_batch_transfer"
+            )
         return loader
     if loader is None:
         raise PrivacyError(

@@ -595,3 +595,16 @@ def test_a_callback_that_waits_for_what_is_not_logged(make, tmp_path):
     shown = Net()
     shown.log_not_private = True
     make_trainer(tmp_path, callbacks=[make(monitor="not_private/loss")]).fit(shown, make_loader())
+
+
+@pytest.mark.parametrize("strategy", ["opake_ddp", "auto"])
+def test_a_poisson_loader_with_an_order_of_its_own(strategy, tmp_path):
+    """Nothing would see rows that are mixed there."""
+
+    class Mixing(PoissonLoader):
+        def __iter__(self):
+            for x, *rest in super().__iter__():
+                yield [x - x.mean(0), *rest]
+
+    loader = Mixing(Points(), batch_size=6)
+    refused(tmp_path, "Mixing has an __iter__ of its own", loaders=loader, strategy=strategy)
