@@ -30,7 +30,13 @@ from typing_extensions import override
 
 from opake_lightning.errors import CheckpointError
 
-__all__ = ["SealedCheckpointIO", "check_seal", "directories_of", "local_path", "use_sealed"]
+__all__ = [
+    "SealedCheckpointIO",
+    "check_seal",
+    "directories_beside",
+    "directories_of",
+    "use_sealed",
+]
 
 # How a zip archive ends: a signature, some counts, and the length of the comment.
 _END = struct.Struct("<4s16sH")
@@ -175,11 +181,16 @@ def local_path(path: Any) -> Path | None:
 
 def directories_of(trainer: Any) -> list[Path]:
     """Where a run that ``trainer`` resumes may have left its record, the checkpoint's own first."""
-    path = local_path(trainer.ckpt_path) if trainer.ckpt_path else None
-    own = [] if path is None else [path.parent, Path(os.path.realpath(path)).parent]
+    own = directories_beside(trainer.ckpt_path)
     callbacks = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
     places = [local_path(place) for place in (*callbacks, trainer.default_root_dir) if place]
     return list(dict.fromkeys([*own, *(place for place in places if place is not None)]))
+
+
+def directories_beside(path: Any) -> list[Path]:
+    """Where the checkpoint at ``path`` lies, on this machine, also if that is a link to it."""
+    local = local_path(path)
+    return [] if local is None else [local.parent, Path(os.path.realpath(local)).parent]
 
 
 class _Digested:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opake_lightning.distributed import world_size
+from opake_lightning.distributed import rank, world_size
 from opake_lightning.dpsgd.clipping import not_private_diagnostics
 from opake_lightning.types import SecondMomentClippedPytree, SecondMomentNoiseOutput
 
-__all__ = ["Diagnostics", "means", "total"]
+__all__ = ["Diagnostics", "counted_on_rank_zero", "counted_once", "means", "total"]
 
 
 class Diagnostics:
@@ -61,6 +61,18 @@ def means(values: dict[str, Tensor]) -> dict[str, float]:
 def total(count: int) -> int:
     """The sum over all ranks; every rank must call it."""
     return sum(_of_all_ranks(count))
+
+
+def counted_on_rank_zero(clip: Any) -> Any:
+    """Clipping state where rank 0, which is saved, has what all have counted; all must call it."""
+    if world_size() == 1 or not hasattr(clip, "nonfinite_examples"):
+        return clip
+    return counted_once(replace(clip, nonfinite_examples=total(clip.nonfinite_examples)))
+
+
+def counted_once(clip: Any) -> Any:
+    """The same without the count, on all ranks but the first: the ranks' counts are added up."""
+    return replace(clip, nonfinite_examples=0) if rank() and clip is not None else clip
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

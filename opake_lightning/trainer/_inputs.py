@@ -7,7 +7,8 @@ steps are to be made again:
 
 - the plan: mechanism, clipping, noise, sampling, horizon;
 - every number that the optimizer was made with, and its learning rate at fixed steps: the first
-  thousand, and powers of two from there on, so that a longer run is still the same;
+  thousand, and each that is one in a hundred later from there on, so that a longer run is still
+  the same;
 - a few rows of the data, if to fetch them twice gives the same;
 - the weights, by a checksum: those that were loaded must be those that training had come to.
 
@@ -31,7 +32,7 @@ import optree
 import torch
 from torch import Tensor
 
-from opake_lightning._tree import layout_of, pack
+from opake_lightning._tree import layout_of, pack, packed
 from opake_lightning.errors import CheckpointError
 from opake_lightning.random import RngKey, fold_in, key, seeded
 from opake_lightning.serialization import state_dict
@@ -40,10 +41,19 @@ from opake_lightning.trainer._keys import digest_of
 from opake_lightning.trainer.data import Indices, PoissonLoader
 from opake_lightning.types import NoisedPytree, SecondMomentNoiseOutput
 
-__all__ = ["Inputs", "inputs_of", "name_of", "release_bits", "state_digest", "weights_digest"]
+__all__ = [
+    "Inputs",
+    "Weights",
+    "inputs_of",
+    "name_of",
+    "release_bits",
+    "state_digest",
+    "weights_digest",
+]
 
 _ROWS = 8
-_RATES = [*range(1024), *(1 << n for n in range(10, 21))]  # a schedule may count up to its step
+# A schedule may count up to its step, so there is an end to them.
+_RATES = [*range(1024), *(int(1024 * 1.01**n) for n in range(697))]
 _COLUMNS = 4096
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str)
@@ -154,9 +164,15 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """A checksum of the bits of ``weights``, the same on every device.
 
     It guards against accidents: exact sums of words, 4096 to a row, over all rows and all columns.
+    Of what is not a real tensor with its elements in memory, only the name is told.
     """
     digest = blake2b(digest_size=16)
     for name, weight in weights.items():
+        if weight.is_complex():
+            weight = torch.view_as_real(weight.resolve_conj())
+        if weight.layout != torch.strided or weight.is_meta or weight.is_quantized:
+            digest.update(name.encode())
+            continue
         words = weight.detach().contiguous().view(-1).view(_WORDS[weight.element_size()])
         whole = len(words) - len(words) % _COLUMNS
         table = words[:whole].view(-1, _COLUMNS)
@@ -171,13 +187,38 @@ def release_bits(released: NoisedPytree | SecondMomentNoiseOutput) -> bytes:
     """A sum of the bits of a release, 8 bytes, the same on every device."""
     pair = isinstance(released, SecondMomentNoiseOutput)
     parts = [released.gradient, released.square] if pair else [released]
-    total = 0
-    for tree in [part.pytree for part in parts]:
-        for flat in pack(tree, layout_of(tree)):
-            raw = flat.view(torch.uint8)
-            whole = len(raw) - len(raw) % 8
-            total += int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+    trees = [part.pytree for part in parts]
+    total = sum(int(bits) for tree in trees for bits in _bits(pack(tree, layout_of(tree))))
     return (total % (1 << 64)).to_bytes(8, "big")
+
+
+@final
+class Weights:
+    """Weights whose bits are summed after every step, where they do not leave their device."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._places: list[int] = []
+        self._flats: list[Tensor] | None = None
+
+    def bits(self) -> list[Tensor]:
+        """Sums of the bits of all of them, the same for the same weights."""
+        # That they lie one after the other is found out once, and not at every step.
+        places = [weight.data_ptr() for weight in self._weights.values()]
+        if places != self._places:
+            self._places = places
+            self._flats = packed(self._weights, layout_of(self._weights))
+        flats = self._flats
+        return _bits(pack(self._weights, layout_of(self._weights)) if flats is None else flats)
+
+
+def _bits(flats: list[Tensor]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for flat in flats:
+        raw = flat.view(torch.uint8)
+        whole = len(raw) - len(raw) % 8
+        found.append(raw[:whole].view(torch.int64).sum() + raw[whole:].sum())
+    return found
 
 
 def _rates(schedule: Any) -> str:

@@ -38,8 +38,9 @@ checkpoint callbacks and in ``default_root_dir``, and merges what it finds with 
 * *No record*: the checkpoint's own count, as a lower bound: ``privacy_spent().complete`` is False.
 
 **A replay proves itself.** Beside the record, ``opake-<lineage>.<segment>.bits`` has 8 bytes for
-each step of a segment: a sum of the bits of what was released, which is public. A step that is made
-again must come to the same bits before the parameters move. So what no comparison of inputs sees
+each step of a segment: a sum of the bits of what was released, which is public. A step that was
+made before, or is being made by another process, must come to the same bits before the parameters
+move. So what no comparison of inputs sees
 (the code of the loss, rows that are not looked at, frozen weights, another kind of processor) ends
 the run, and no noise is given out for a second gradient. The sum is written after the count: a
 process that is killed in between leaves a step without one, which is made again where all inputs
@@ -52,6 +53,7 @@ A file without a readable slot raises :class:`~opake_lightning.errors.Checkpoint
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import fnmatch
 import json
 import os
@@ -59,7 +61,7 @@ import secrets
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,13 +110,14 @@ class Journal:
         directory = Path(os.path.realpath(directory))
         with self._lock:
             path = directory / file_name(self.lineage, self._writer)
-            lost = directory in self._files and not path.exists()
-            if lost:  # a folder was emptied, and what others had recorded there is gone as well
-                self._complete = False
-            if lost or directory not in self._files:
-                # A step may have been made while the checkpoint was on its way to another thread.
-                file = _File(path, self._marked(known.joined(self._latest)))
+            file = self._files.get(directory)
+            # A step may have been made while the checkpoint was on its way to another thread.
+            known = known.joined(self._latest)
+            if file is None:
+                file = _File(path, self._marked(known))
                 self._files = {**self._files, directory: file}
+            elif not file.is_there():
+                self._begin_again(file, known)
 
     def go_on_in(self, directories: Iterable[Path], known: Known) -> None:
         """As :meth:`keep_in`, as far as files can be written there."""
@@ -132,7 +135,10 @@ class Journal:
             self._latest = known
             for directory, file in self._files.items():
                 try:
-                    file.write(self._marked(known))
+                    if file.is_there():
+                        file.write(self._marked(known))
+                    elif directory.exists():
+                        self._begin_again(file, known)
                 except OSError as error:
                     if not directory.exists():  # and its checkpoints are gone with it
                         continue
@@ -144,29 +150,50 @@ class Journal:
     def _marked(self, known: Known) -> Known:
         return known if self._complete else replace(known, complete=False)
 
-    def prove(self, segment: str, step: int, bits: bytes) -> None:
-        """Write down the bits of the release number ``step``, from 0, of ``segment``."""
+    def _begin_again(self, file: _File, known: Known) -> None:
+        # A folder was emptied, or is another one now, and what others had recorded is gone as well.
+        self._complete = False
+        file.create(self._marked(known))
+
+    def prove(self, segment: str, step: int, bits: bytes, places: Iterable[Path] = ()) -> bool:
+        """Write down the bits of the release number ``step``, from 0, of ``segment``.
+
+        Returns:
+            Whether nobody has written others: here, or in ``places``, which are only read.
+        """
+        name = bits_name(self.lineage, segment)
+        for directory in [*self._files, *places]:
+            with contextlib.suppress(OSError), _opened(directory / name, os.O_RDONLY) as file:
+                if _proof_in(file, step) not in (None, bits):
+                    return False
         for directory in self._files:
             # One that cannot be written, on a full disk say, leaves a step that nobody can prove.
-            with contextlib.suppress(OSError):
-                path = directory / bits_name(self.lineage, segment)
-                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    os.pwrite(file, bits, _PROOF * step)
-                finally:
-                    os.close(file)
-
-    def proof_of(self, segment: str, step: int, directories: Iterable[Path]) -> bytes | None:
-        """What :meth:`prove` wrote in one of ``directories``, in this process or another."""
-        for directory in directories:
             with (
                 contextlib.suppress(OSError),
-                open(directory / bits_name(self.lineage, segment), "rb") as file,
+                _opened(directory / name, os.O_RDWR | os.O_CREAT) as file,
             ):
-                found = os.pread(file.fileno(), _PROOF, _PROOF * step)
-                if len(found) == _PROOF and any(found):  # a step that was passed over has zeros
-                    return found
-        return None
+                # Of two processes that make one step at once, the second sees what the first wrote.
+                with contextlib.suppress(OSError):  # where a file system has no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if _proof_in(file, step) not in (None, bits):
+                    return False
+                os.pwrite(file, bits, _PROOF * step)
+        return True
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Generator[int]:
+    file = os.open(path, flags, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _proof_in(file: int, step: int) -> bytes | None:
+    found = os.pread(file, _PROOF, _PROOF * step)
+    # A step that was passed over has zeros.
+    return found if len(found) == _PROOF and any(found) else None
 
 
 def file_name(lineage: str, writer: str) -> str:
@@ -230,17 +257,27 @@ class _File:
     def __init__(self, path: Path, known: Known) -> None:
         """Begin ``path``, which nobody else writes, with ``known``."""
         self.path = path
-        self._create(_line(known))
+        self.create(known)
+
+    def is_there(self) -> bool:
+        """Whether what is written can be found under the file's name."""
+        try:
+            return os.path.samestat(os.stat(self.path), self._status)
+        except OSError:
+            return False
 
     def write(self, known: Known) -> None:
+        """Write down ``known``."""
         line = _line(known)
         if len(line) > self._size:
-            self._create(line)
+            self.create(known)
             return
         os.pwrite(self._descriptor, line, self._turn * self._size)
         self._turn = 1 - self._turn
 
-    def _create(self, line: bytes) -> None:
+    def create(self, known: Known) -> None:
+        """Put a new file, with ``known``, in the place of what is there, if anything is."""
+        line = _line(known)
         # Twice the room it needs now: a record grows with each fork and each fit.
         size = -(-2 * len(line) // _SECTOR) * _SECTOR
         part = self.path.with_suffix(".part")
@@ -254,6 +291,7 @@ class _File:
             part.unlink(missing_ok=True)
             raise
         self._descriptor, self._size, self._turn = descriptor, size, 1
+        self._status = os.fstat(descriptor)
         # Of the file before, if there was one, the finalizer still knows the descriptor.
         self._close, before = weakref.finalize(self, os.close, descriptor), vars(self).get("_close")
         if before is not None:

@@ -13,14 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from opake_lightning._tree import seat
-from opake_lightning.distributed import rank
+from opake_lightning.distributed import rank, require_equal
 from opake_lightning.dpsgd.clipping import AdaptiveClipState, ClipState
-from opake_lightning.errors import CheckpointError
+from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import evaluation_params
 from opake_lightning.plan import PrivateMechanism
 from opake_lightning.random import RngKey
 from opake_lightning.serialization import from_state_dict, key_paths, state_dict
 from opake_lightning.step import Step, StepState
+from opake_lightning.trainer._diagnostics import counted_once
 from opake_lightning.trainer._inputs import Inputs, state_digest, weights_digest
 from opake_lightning.trainer._journal import Journal, read_on_rank_zero
 from opake_lightning.trainer._keys import common_nonce, key_of
@@ -29,10 +30,12 @@ from opake_lightning.trainer._rank_failure import require_same_checkpoint
 from opake_lightning.trainer._record import Known, RunRecord
 from opake_lightning.trainer._run import Fit, Run, write_weights
 
-__all__ = ["begin", "begin_resumed", "compared", "resume"]
+__all__ = ["begin", "begin_resumed", "begin_steps", "compared", "resume"]
 
 _MAY_MIX = "rows_may_mix_before_the_loss"
 _OF_CLIP = ("step", "clipping_norms")  # what a fit takes over of the clipping before
+# What reading a value of the wrong kind raises, wherever it is found to be one.
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _NEEDED = {"record", "key_digest", "state", "weights", "training_weights"}
 
 
@@ -47,6 +50,8 @@ def begin(past: Past, fit: Fit, root: RngKey) -> Run:
         fit: What this one is made of.
         root: The plan's key, or a new one.
     """
+    if past.unreadable:
+        raise CheckpointError(past.unreadable)
     if past.process != os.getpid():  # as where a process was forked: others may go on with its key
         past = past.copied()
     seat(fit.params)  # one after the other in memory, they are updated in one operation
@@ -56,8 +61,14 @@ def begin(past: Past, fit: Fit, root: RngKey) -> Run:
     record = past.record.knowing(past.since).rooted(root, apart=_is_apart(fit))
     # A run that names its key can be made again, as far as its inputs can be told. All others get a
     # key that nobody comes to again.
-    comparable = fit.inputs.rows or not record.released
-    again = fit.plan.key is not None and not _is_apart(fit) and comparable
+    again = fit.plan.key is not None and not _is_apart(fit)
+    if again and not fit.inputs.rows and mechanism.private:
+        again = False
+        rank_zero_info(
+            "opake_lightning: rows of the training data are not the same when they are read again, "
+            "or are of types that cannot be compared. So the plan's key is not used as it is, and "
+            "another run with it has other noise."
+        )
     if isinstance(mechanism, PrivateMechanism):
         mechanism = mechanism.beginning_at(record.n_steps)
     record = _opened(
@@ -74,8 +85,44 @@ def begin(past: Past, fit: Fit, root: RngKey) -> Run:
 def begin_resumed(past: Past, fit: Fit, root: RngKey) -> Run:
     """A run that a checkpoint is loaded into next, which brings its own place in the streams."""
     seat(fit.params)
-    step = fit.step(fit.mechanism, root)
-    return Run(fit, past, fit.mechanism, step, step.init(fit.params))
+    return Run.to_be_resumed(fit, past, fit.step(fit.mechanism, root))
+
+
+def begin_steps(run: Run) -> None:
+    """Have a segment of the weights at hand, which hooks may have changed, before the first step.
+
+    Raises:
+        CheckpointError: If they are not those of the checkpoint that is resumed, and the plan does
+            not allow a fork; or if nothing was resumed.
+    """
+    run.require_resumed()
+    if not run.mechanism.private or run.stepped:
+        return
+    moved = run.moved
+    require_equal({"whether a hook has changed the weights before the first step": moved})
+    if not moved:
+        return
+    fit, state = run.fit, run.state
+    if run.at_first_step:
+        mechanism = run.mechanism
+        record = _opened(run.record, "moved", "", fit, mechanism, state.optimizer, state.clip)
+    else:
+        _forks(fit.plan, ["the weights (a hook changed them after the checkpoint was loaded)"])
+        record, mechanism = _forked(run.record, fit, run.record.live_key, state)
+    step = fit.step(mechanism, record.live_key)
+    noise = replace(step.noise_state, step=record.begun)
+    run.go_on(record, mechanism, step, replace(state, noise=noise))
+
+
+def _forked(
+    record: RunRecord, fit: Fit, key: RngKey, state: StepState
+) -> tuple[RunRecord, PrivateMechanism]:
+    """A segment for the steps that are left, on a key that nobody comes to again."""
+    assert isinstance(fit.mechanism, PrivateMechanism)  # NonPrivate never forks
+    mechanism = fit.mechanism.forked(record.ledger, left=fit.steps_left())
+    record = record.rooted(fit.plan.key or key, apart=_is_apart(fit))
+    nonce, optimizer = common_nonce(), state.optimizer
+    return _opened(record, "fork", nonce, fit, mechanism, optimizer, state.clip), mechanism
 
 
 def _opened(
@@ -149,9 +196,13 @@ def resume(run: Run, saved: Any) -> None:
         if loading is not None:
             _check_weights(loading.module, run.params, loading.names)
         _resume(run, saved, [] if loading is None else loading.directories)
-    except Exception:
+    except BaseException as error:
         if loading is not None:
             loading.undo()
+        if isinstance(error, _DAMAGED) and not isinstance(error, PrivacyError):
+            raise CheckpointError(
+                f"the checkpoint's private state is damaged, or of another release: {error!r}"
+            ) from error
         raise
 
 
@@ -176,16 +227,17 @@ def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
     found = read_on_rank_zero(record.lineage, directories) if private else Known()
     journal = Journal(record.lineage)
     if run.record.lineage == record.lineage:
-        journal, record = run.journal, record.knowing(run.record.known)
+        if run.process == os.getpid():
+            journal = run.journal
+        # Of the weights that are given up it is no matter whether their cost was known.
+        record = record.knowing(Known(run.record.released), run.since)
+        if run.resumed:  # so it goes back to an earlier step of its own
+            found = (found or Known()).joined(run.record.known)
     record = replace(record.knowing(found or Known(complete=False)), key=key)
     if not forked and private and record.to_repeat:
         forked = _repeats_otherwise(record, fit)
     if forked or step is None:
-        assert isinstance(fit.mechanism, PrivateMechanism)  # NonPrivate never forks
-        mechanism = fit.mechanism.forked(record.ledger, left=fit.steps_left())
-        record = record.rooted(plan.key or key, apart=_is_apart(fit))
-        nonce, opt = common_nonce(), state.optimizer
-        record = _opened(record, "fork", nonce, fit, mechanism, opt, state.clip)
+        record, mechanism = _forked(record, fit, key, state)
         step = fit.step(mechanism, record.live_key)
         state = replace(state, noise=replace(step.noise_state, step=record.begun))
     else:
@@ -199,7 +251,9 @@ def _resume(run: Run, saved: dict[str, Any], directories: list[Path]) -> None:
         )
     if private:
         _go_on_recording(journal, directories, record)
-    run.journal, run.directories = journal, directories
+    run.journal, run.directories, run.since = journal, directories, Known()
+    run.process = os.getpid()
+    state = replace(state, clip=counted_once(state.clip))
     if saved["training_weights"] is not None:
         write_weights(run.params, saved["training_weights"])
     run.go_on(record, mechanism, step, state)

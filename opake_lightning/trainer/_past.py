@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from opake_lightning.errors import CheckpointError
 from opake_lightning.plan import NonPrivate
 from opake_lightning.serialization import from_state_dict, state_dict
+from opake_lightning.trainer._inputs import weights_digest
 from opake_lightning.trainer._journal import Journal, read
 from opake_lightning.trainer._record import Known, RunRecord
 from opake_lightning.trainer.report import PrivacySpent
@@ -36,6 +37,9 @@ class Past:
         journal: The record of releases beside the checkpoints.
         since: What was released after the checkpoint that the module was loaded from; it counts
             from the start of the next fit.
+        unreadable: Why that cannot be told, if a record is there and damaged; no fit begins then.
+        given: Digests of the weights that the record tells the cost of: what the module has given
+            out, or was loaded with.
         clip: Clipping state that the last fit came to.
         optimizer: Its optimizer state.
         optimizer_name: What that optimizer is called.
@@ -49,6 +53,8 @@ class Past:
         self.record = record
         self.journal = journal or Journal(record.lineage)
         self.since = since or Known()
+        self.unreadable = ""
+        self.given: set[str] = set()
         self.clip: Any = None
         self.optimizer: Any = None
         self.optimizer_name = ""
@@ -83,6 +89,7 @@ class Past:
         copy.clip, copy.optimizer_name = past.clip, past.optimizer_name
         copy.optimizer = carried_over(past.optimizer, past.optimizer)
         copy.parked = None if past.parked is None else dict(past.parked)
+        copy.unreadable, copy.given = past.unreadable, set(past.given)
         return copy
 
     def left_behind(self) -> Past:
@@ -112,14 +119,36 @@ class Past:
             return cls.unknown()
         return cls(RunRecord.from_plain(saved).public())
 
+    def apart(self) -> Past:
+        """The same, which may change without this one."""
+        apart = Past.__new__(Past)
+        vars(apart).update(vars(self.past()), given=set(self.given))
+        return apart
+
     def joined_by(self, loaded: Past) -> None:
         """The module gets the weights of another run, and with them their past."""
         self.record = self.record.knowing(loaded.record.known)
+        self.since = self.since.joined(loaded.since)
+        self.unreadable = self.unreadable or loaded.unreadable
 
-    def look_in(self, directory: Path) -> None:
-        """See what was released after the checkpoint in ``directory`` that this is the past of."""
-        if self.record.lineage:
-            self.since = read(self.record.lineage, [directory]) or Known()
+    def look_in(self, directories: Iterable[Path]) -> None:
+        """See what was released after the checkpoint that this is the past of."""
+        try:
+            if self.record.lineage:
+                self.since = read(self.record.lineage, directories) or Known()
+        except CheckpointError as error:  # of which nothing is wanted, unless there is a fit
+            self.unreadable = str(error)
+
+    # -- weights that come from elsewhere ---------------------------------------------------------
+
+    def gives(self, weights: Mapping[str, Any]) -> None:
+        """Remember a ``state_dict`` whose cost the record tells."""
+        self.given.add(_digest_of(weights))
+
+    def gets(self, weights: Mapping[str, Any]) -> None:
+        """The module has loaded a ``state_dict``, which tells nothing of its cost."""
+        if _digest_of(weights) not in self.given:
+            self.record = replace(self.record, complete=False)
 
     # -- plain values -----------------------------------------------------------------------------
 
@@ -169,6 +198,10 @@ class Past:
         if get_spawning_popen() is None:
             return _unpickled, (self.to_plain(secret=False),)
         return _spawned, (self.to_plain(secret=True),)
+
+
+def _digest_of(weights: Mapping[str, Any]) -> str:
+    return weights_digest({n: w for n, w in weights.items() if isinstance(w, Tensor)})
 
 
 def _unpickled(values: dict[str, Any]) -> Past:

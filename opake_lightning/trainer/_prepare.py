@@ -95,7 +95,7 @@ def configure(module: Any, returned: Any) -> FunctionalOptimizer:
         f"{world_size()} rank(s), microbatches of {microbatch}, {trainer.precision}",
         partial(_steps_left, trainer),
     )  # fmt: skip
-    require_equal(_inputs_of_rank(fit))
+    require_equal({**_inputs_of_rank(fit), "log_not_private": module.log_not_private})
     run = (begin_resumed if resuming else begin)(past, fit, _common_key(trainer, plan))
     key, step = run.position()
     digest = fold_in(key, "compare").hex()

@@ -181,8 +181,9 @@ class RunRecord:
             for event, count in segment.ledger.process.segments:
                 total = total.spend(event, count)
             for run, done in segment.ledger.horizons:
-                # Two segments may begin at one step; each is paid whole.
-                while run in known and name != own:
+                # Two segments may begin at one step, also the open one, of which there may be no
+                # step yet; each is paid whole.
+                while name != own and (run in known or run.start == self.begun):
                     run = replace(run, start=run.start + 1)
                 known.add(run)
                 total = total.spend(run, done)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
 from opake_lightning import _check
-from opake_lightning.distributed import world_size
+from opake_lightning.distributed import rank, world_size
 from opake_lightning.dpsgd.noise import NoiseState
 from opake_lightning.errors import CheckpointError, PrivacyError
 from opake_lightning.optimizers import GradientTransformation, evaluation_params
@@ -23,14 +26,18 @@ from opake_lightning.random import RngKey
 from opake_lightning.serialization import state_dict
 from opake_lightning.step import Step, StepState
 from opake_lightning.trainer._correlated import TORN, Remembering, require_whole, whole
-from opake_lightning.trainer._diagnostics import Diagnostics
-from opake_lightning.trainer._inputs import Inputs, release_bits, weights_digest
+from opake_lightning.trainer._diagnostics import Diagnostics, counted_on_rank_zero
+from opake_lightning.trainer._inputs import Inputs, Weights, release_bits, weights_digest
 from opake_lightning.trainer._past import Past
 from opake_lightning.trainer._record import RunRecord
 
 __all__ = ["Fit", "Loading", "Run", "write_weights"]
 
 # What keeps a step from being complete, from when it matters until it no longer does.
+_NOT_RESUMED = (
+    "nothing has been resumed from the checkpoint that was given: resuming failed, or the "
+    "optimizer's state in it never came, which an on_load_checkpoint may have removed"
+)
 _UPDATE = (
     "the last step was interrupted after its release, which is counted, before the parameters had "
     "moved, so the weights belong to no step"
@@ -114,6 +121,7 @@ class Run(Past):
         fit: What the fit is made of.
         mechanism: The fit's, or that of a fork of it.
         state: Key, counters and optimizer state.
+        stepped: Whether a step was made since the fit began, or a checkpoint was loaded.
         loading: The checkpoint that is about to be resumed.
         directories: Where there may be a record of it.
     """
@@ -130,11 +138,15 @@ class Run(Past):
         self.fit, self.process = fit, past.process
         self.directories: list[Path] = []
         self.loading: Loading | None = None
-        # What the step at hand has begun and not finished; "" if nothing.
-        self._unfinished = ""
-        # Of the weights to train on, at some step: a callback may show others while it saves.
-        self._digest: tuple[int, str] = (-1, "")
+        self._weights = Weights(fit.params)
         self.go_on(past.record, mechanism, step, state)
+
+    @classmethod
+    def to_be_resumed(cls, fit: Fit, past: Past, step: Step) -> Run:
+        """One that has the past of the weights, and makes no step until it is resumed."""
+        run = cls(fit, past, fit.mechanism, step, step.init(fit.params))
+        run._unfinished = _NOT_RESUMED
+        return run
 
     def go_on(
         self,
@@ -143,8 +155,13 @@ class Run(Past):
         step: Step,
         state: StepState,
     ) -> None:
-        """Make the coming steps with these."""
-        self.record, self.mechanism, self.state, self._unfinished = record, mechanism, state, ""
+        """Make the coming steps with these, and the weights that are there."""
+        self.record, self.mechanism, self.state = record, mechanism, state
+        # What the step at hand has begun and not finished; "" if nothing.
+        self._unfinished = ""
+        # Whether there was a step since, and whether a checkpoint was made after the last one.
+        self.stepped, self._saved = False, False
+        self._come_to = self._weights.bits()
         noise_fn, first = step.noise_fn, step.noise_state
         if getattr(first, "buffers", None):
             noise_fn = Remembering(noise_fn, self._begin_correlated)
@@ -162,6 +179,20 @@ class Run(Past):
     def params(self) -> dict[str, Tensor]:
         """The trained parameters, by name."""
         return self.fit.params
+
+    @property
+    def resumed(self) -> bool:
+        """False until a run that is :meth:`to_be_resumed` is."""
+        return self._unfinished != _NOT_RESUMED
+
+    def require_resumed(self) -> None:
+        """Raise if nothing was loaded into a run that is :meth:`to_be_resumed`.
+
+        Raises:
+            CheckpointError: With what may have happened.
+        """
+        if not self.resumed:
+            raise CheckpointError(f"{_NOT_RESUMED}. Nothing was spent")
 
     @property
     def at_first_step(self) -> bool:
@@ -184,6 +215,11 @@ class Run(Past):
             self.mechanism.check_step(self.record.step)
         if self._unfinished:
             raise PrivacyError(f"{self._unfinished}; start another fit")
+        if self.process != os.getpid():
+            raise PrivacyError(
+                "this process is a copy of the one that makes the run's steps, with the same key; "
+                "call Trainer.fit in each of them"
+            )
         record = self.record.released_one(self.mechanism.event, self.fit.rounding)
         repeated = record.released is self.record.released
         diagnostics = Diagnostics() if seen is not None and self.mechanism.private else None
@@ -199,39 +235,39 @@ class Run(Past):
         finally:
             # An interrupt that comes while it is recorded finds it counted here as well.
             self.state, self.record, self._unfinished = state, record, _UPDATE
+        self.stepped = True
         if self.mechanism.private:
-            self._prove(released, repeated=repeated)
+            self._prove(released)
         if seen is not None and diagnostics is not None:
             seen.update(diagnostics.told(released))
         return released, aux
 
-    def _prove(self, released: Any, *, repeated: bool) -> None:
-        """Note the bits of the step that was just made, or compare them, if it was made before.
+    def _prove(self, released: Any) -> None:
+        """Note the bits of the step that was just made, unless it was made before, with others.
 
-        A guarantee depends on it: nothing of a step that came out otherwise is given out.
+        A guarantee depends on it: nothing of a step that came out otherwise is given out. It is
+        asked of every step, as another process may be making the same ones at this time.
         """
-        if not self.journal.directories:  # as on all ranks but one
+        if rank() or not (self.journal.directories or self.directories):
             return
-        segment, bits = self.record.segment, release_bits(released)
         step = self.record.step - self.record.begun - 1
-        if repeated:
-            places = [*self.journal.directories, *self.directories]
-            known = self.journal.proof_of(segment, step, places)
-            if known is not None and known != bits:
-                raise CheckpointError(
-                    f"step {self.record.step - 1} was made before, and came out otherwise now, so "
-                    "its noise would be used for two gradients. Nothing of it was given out. What "
-                    "changed is not among what is compared: the code of the loss, other rows of "
-                    "the data, frozen weights, the number of threads, or the kind of processor. "
-                    'Undo it, or resume with on_changed_plan="fork" and a plan with another key'
-                )
-        self.journal.prove(segment, step, bits)
+        bits = release_bits(released)
+        if not self.journal.prove(self.record.segment, step, bits, self.directories):
+            raise CheckpointError(
+                f"step {self.record.step - 1} was made before, and came out otherwise now, so "
+                "its noise would be used for two gradients. Nothing of it was given out. What "
+                "changed is not among what is compared: the code of the loss, other rows of "
+                "the data, frozen weights, the number of threads, or the kind of processor. "
+                'Undo it, or resume with on_changed_plan="fork" and a plan with another key'
+            )
 
     def apply(self, released: Any) -> None:
         """Move the parameters, in place."""
         with torch.no_grad():
             _, self.state = self._step.update(self.params, released, self.state, inplace=True)
-        self._unfinished = ""
+        self._unfinished, self._saved = "", False
+        if self.mechanism.private:
+            self._come_to = self._weights.bits()
 
     def learning_rate(self) -> float | None:
         """Rate that the next update applies; None if the optimizer hides it.
@@ -258,7 +294,6 @@ class Run(Past):
 
     def publish_weights(self) -> None:
         """Let the module show the weights to evaluate and export, until training goes on."""
-        self._digest = self.state.step, self._weights_digest()
         published = self.published()
         if published is not None and self.parked is None:
             self.parked = {name: p.detach().clone() for name, p in self.params.items()}
@@ -270,14 +305,43 @@ class Run(Past):
             write_weights(self.params, self.parked)
             self.parked = None
 
-    def _weights_digest(self) -> str:
-        return weights_digest(self.params if self.parked is None else self.parked)
+    @property
+    def moved(self) -> bool:
+        """Whether the weights to train on are others than those that training has come to.
+
+        A guarantee depends on it: only with these may the noise of the coming steps be used, as
+        whoever makes the run again comes to them.
+        """
+        weights = self._weights if self.parked is None else Weights(self.parked)
+        return not all(map(torch.equal, weights.bits(), self._come_to))
+
+    @contextmanager
+    def in_hook(self, name: str) -> Generator[None]:
+        """Let what a hook of the module does to the weights be a part of training.
+
+        Raises:
+            PrivacyError: If they were saved before, so that a run that is resumed would not have
+                what the hook has done.
+        """
+        moved = not self.mechanism.private or self.moved
+        yield
+        if moved or not self.moved:
+            return
+        if self._saved:
+            raise PrivacyError(
+                f"{name} changed the weights after a checkpoint of this step had been made, as "
+                "callbacks come before the module: a run resumed from it would use the noise of "
+                "the coming steps for other gradients. Change them in on_train_batch_start or "
+                "on_train_epoch_start, which a resumed run comes to as well"
+            )
+        self._come_to = self._weights.bits()
 
     # -- saving ---------------------------------------------------------------------------------
 
     def consolidate(self) -> None:
         """Get together for a checkpoint what ranks have in shares; every rank must call it."""
-        self.state = whole(self._step, self.state)
+        state = whole(self._step, self.state)
+        self.state = replace(state, clip=counted_on_rank_zero(state.clip))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as tensors and plain values.
@@ -292,16 +356,24 @@ class Run(Past):
                 f"no checkpoint is made here: {self._unfinished}; resume from an earlier checkpoint"
             )
         require_whole(self.state)
-        step, weights = self._digest
+        kept = self.params if self.parked is None else self.parked
+        digest = ""
+        if self.mechanism.private and not self.moved:
+            digest, self._saved = weights_digest(kept), True
+        elif self.mechanism.private:
+            rank_zero_warn(
+                "opake_lightning: a checkpoint is made while the module has other weights than "
+                "training has come to, as an average that a callback shows. Its ledger counts, and "
+                "a run does not go on from it, except with a new key"
+            )
         training = None
         if self.published() is not None:  # the checkpoint's own are the published ones
-            kept = self.params if self.parked is None else self.parked
             training = {name: weight.detach().clone() for name, weight in kept.items()}
         return {
             "record": self.record.to_plain(secret=self.fit.plan.key_in_checkpoint),
             "key_digest": self.record.segment,
             "state": state_dict(self.state, keys=False),
-            "weights": weights if step == self.state.step else self._weights_digest(),
+            "weights": digest,
             "training_weights": training,
         }
 
@@ -312,7 +384,7 @@ class Run(Past):
         past = Past(self.record, self.journal, self.since)
         past.clip, past.optimizer = self.state.clip, self.state.optimizer
         past.optimizer_name, past.parked = self.fit.inputs.optimizer, self.parked
-        past.process = self.process
+        past.process, past.given = self.process, self.given
         return past
 
 

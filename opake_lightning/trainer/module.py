@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,11 +28,12 @@ from opake_lightning.trainer._before_loss import (
 )
 from opake_lightning.trainer._checkpoint_io import (
     check_seal,
+    directories_beside,
     directories_of,
-    local_path,
     use_sealed,
 )
 from opake_lightning.trainer._diagnostics import means, total
+from opake_lightning.trainer._lifecycle import begin_steps
 from opake_lightning.trainer._lightning_counters import count_epoch, settle
 from opake_lightning.trainer._loss import is_in_loss
 from opake_lightning.trainer._past import Past
@@ -152,6 +154,12 @@ class DPMixin:
         module's weights have been discarded, or come from public data. Nothing else sets the ledger
         back.
         """
+        trainer = getattr(self, "_trainer", None)
+        if isinstance(self._dp, Run) and trainer is not None and trainer.training:
+            raise PrivacyError(
+                "reset_privacy() during a fit, whose steps are made of the data that were seen so "
+                "far; call it between two fits"
+            )
         if self._dp is not None:
             self._dp = self._dp.reset()
 
@@ -216,15 +224,30 @@ class DPMixin:
             )
         super().log(name, *args, **kwargs)  # type: ignore[misc]
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch. To load it again changes nothing in what is known of the weights' cost."""
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if self._dp is not None:
+            self._dp.gives(state)
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """As in torch. A ``state_dict`` tells nothing of its cost, so ε is a lower bound from here.
 
-        Of weights that cost nothing, :meth:`reset_privacy` says so; :meth:`load_from_checkpoint`
-        brings a ledger along.
+        Not of one that this module has given out itself. Of weights that cost nothing,
+        :meth:`reset_privacy` says so; :meth:`load_from_checkpoint` brings a ledger along.
         """
-        loaded = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        if self._dp is None and self._dp_loading is None:
-            self._dp = Past.unknown()
+        loading = self._dp_loading
+        self._dp = self._dp or Past.unknown()
+        try:
+            loaded = super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._dp.gets(state_dict)  # torch has loaded what fits by then
+            if loading is not None:
+                self._dp_loading = None
+                loading.undo()
+            raise
+        self._dp.gets(state_dict)
         return loaded
 
     @_restricted_classmethod
@@ -248,14 +271,14 @@ class DPMixin:
         module = super().load_from_checkpoint(  # type: ignore[misc]
             checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
         )
-        directory = local_path(checkpoint_path)
-        if directory is not None and module._dp is not None:
-            module._dp.look_in(directory.parent)
+        if module._dp is not None:
+            module._dp.look_in(directories_beside(checkpoint_path))
         return module
 
     # -- run before the hook of the same name, whoever overrides it --------------------------------
 
     def _dp_setup(self, stage: str) -> None:
+        self._dp_loading = None  # there may be one of a fit that failed
         trainer: Any = cast("pl.LightningModule", self).trainer
         plan = self.configure_privacy() if stage == "fit" else None
         for owner in (self, trainer.datamodule):
@@ -281,6 +304,7 @@ class DPMixin:
             checkpoint[_RECORD] = self._dp.record.public().to_plain(secret=False)
         if isinstance(self._dp, Run):
             _publish(self._dp, checkpoint["state_dict"])
+            self._dp.gives(checkpoint["state_dict"])
 
     def _dp_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = getattr(self, "_trainer", None)
@@ -294,18 +318,33 @@ class DPMixin:
             settle(checkpoint)
             # The optimizer's entry brings the record, once configure_optimizers has made it.
             self._dp_loading = Loading.into(self, checkpoint, directories_of(trainer))
+            self._dp = self._dp.apart() if self._dp else None
+        loaded = Past.loaded(checkpoint.get(_RECORD))
+        if trainer is not None:
+            loaded.look_in(directories_of(trainer))
+        # At once, and not when all has been loaded: whatever fails in between, the module may have
+        # the weights by then.
+        if self._dp is None:
+            self._dp = loaded
         else:
-            loaded = Past.loaded(checkpoint.get(_RECORD))
-            if self._dp is None:
-                self._dp = loaded
-            else:
-                self._dp.joined_by(loaded)
+            self._dp.joined_by(loaded)
+
+    def _dp_after_on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert self._dp is not None
+        self._dp.gives(checkpoint["state_dict"])
 
     def _dp_on_train_start(self) -> None:
         count_epoch(cast("pl.LightningModule", self).trainer)
         self._dp_meter = Meter()
         # An epoch that is resumed in its middle has no on_train_epoch_start.
         self._dp_on_train_epoch_start()
+
+    def _dp_after_on_train_start(self) -> None:
+        self._dp_after_on_train_epoch_start()
+
+    def _dp_after_on_train_epoch_start(self) -> None:
+        if isinstance(self._dp, Run):
+            begin_steps(self._dp)
 
     def _dp_on_train_epoch_start(self) -> None:
         # reload_dataloaders_every_n_epochs makes a new loader, which has no key yet.
@@ -319,7 +358,8 @@ class DPMixin:
             self._dp.publish_weights()
 
     def _dp_on_validation_end(self) -> None:
-        if isinstance(self._dp, Run):
+        fitting = cast("pl.LightningModule", self).trainer.state.fn == TrainerFn.FITTING
+        if fitting and isinstance(self._dp, Run):
             self._dp.train_weights()
 
     def _dp_on_train_end(self) -> None:
@@ -440,10 +480,34 @@ def _wrap_before(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def _wrap_after(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        getattr(self, f"_dp_{name}")(*args, **kwargs)
+        response = original(self, *args, **kwargs)
+        getattr(self, f"_dp_after_{name}")(*args, **kwargs)
+        return response
+
+    return hook
+
+
+def _wrap_moving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    before = _wrap_before(name, original)
+    own = original is not getattr(pl.LightningModule, name)
+
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._dp if own else None
+        with run.in_hook(name) if isinstance(run, Run) else nullcontext():
+            return before(self, *args, **kwargs)
+
+    return hook
+
+
+def _wrap_batch_start(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    del name
+
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         response = original(self, *args, **kwargs)
-        getattr(self, f"_dp_after_{name}")(response)
+        self._dp_after_on_train_batch_start(response)
         return response
 
     return hook
@@ -452,13 +516,13 @@ def _wrap_after(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 _WRAPPED: dict[str, Callable[[str, Callable[..., Any]], Any]] = {
     "configure_optimizers": _wrap_configure,
     "setup": _wrap_before,
-    "on_train_start": _wrap_before,
+    "on_train_start": _wrap_around,
     "on_save_checkpoint": _wrap_before,
-    "on_load_checkpoint": _wrap_before,
-    "on_train_epoch_start": _wrap_before,
-    "on_train_batch_start": _wrap_after,
-    "on_train_batch_end": _wrap_before,
-    "on_train_epoch_end": _wrap_before,
+    "on_load_checkpoint": _wrap_around,
+    "on_train_epoch_start": _wrap_around,
+    "on_train_batch_start": _wrap_batch_start,
+    "on_train_batch_end": _wrap_moving,
+    "on_train_epoch_end": _wrap_moving,
     "on_train_end": _wrap_before,
     "on_validation_start": _wrap_before,
     "on_validation_end": _wrap_before,

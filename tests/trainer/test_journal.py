@@ -462,8 +462,10 @@ def test_garbage_is_no_count(content, tmp_path):
     record_of(tmp_path).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
         run_fit(Net(), tmp_path, ckpt=ckpt)
+    loaded = Net.load_from_checkpoint(ckpt)  # of which nobody asks what came after it
+    assert loaded.privacy_spent().n_steps == 3
     with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
-        Net.load_from_checkpoint(ckpt)
+        run_fit(loaded, tmp_path)
 
 
 def test_a_name_leads_nowhere_else(tmp_path):

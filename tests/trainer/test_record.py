@@ -94,7 +94,7 @@ def test_whatever_differs_has_another_key(other):
 def test_equal_horizons_are_each_paid_whole():
     pair: Released = {name: segment(2, event=HORIZON) for name in ("a", "b")}
     record = RunRecord("f", key(7), released=pair)
-    assert [(run.start, done) for run, done in record.ledger.horizons] == [(0, 2), (1, 2)]
+    assert [(run.start, done) for run, done in record.ledger.horizons] == [(1, 2), (2, 2)]
     alone = RunRecord("f", released={"a": pair["a"]})
     assert record.ledger.epsilon(1e-5) > alone.ledger.epsilon(1e-5)
 

@@ -102,11 +102,13 @@ def test_a_file_that_is_gone_or_cannot_be_written_proves_nothing(tmp_path):
 def test_a_proof_is_of_one_step_of_one_segment(tmp_path):
     journal = Journal("1")
     journal.keep_in(tmp_path, Known())
-    journal.prove("ab" * 16, 3, b"abcdefgh")
+    assert journal.prove("ab" * 16, 3, b"abcdefgh")
     places = [tmp_path / "none", tmp_path]
-    assert Journal("1").proof_of("ab" * 16, 3, places) == b"abcdefgh"
+    assert Journal("1").prove("ab" * 16, 3, b"abcdefgh", places)
+    assert not Journal("1").prove("ab" * 16, 3, b"ABCDEFGH", places)
+    assert not journal.prove("ab" * 16, 3, b"ABCDEFGH")
     for segment, step in (("cd" * 16, 3), ("ab" * 16, 2), ("ab" * 16, 4)):
-        assert journal.proof_of(segment, step, [tmp_path]) is None
+        assert Journal("1").prove(segment, step, b"ABCDEFGH", [tmp_path])
 
 
 @pytest.mark.slow
