@@ -78,8 +78,9 @@ def begin(past: Past, fit: Fit, root: RngKey) -> Run:
     noise = replace(step.noise_state, step=record.begun)
     state = StepState(_carried_clip(clip, step.clip_state), noise, optimizer)
     same = record.lineage == past.journal.lineage
-    past = Past(record, past.journal if same else Journal(record.lineage))
-    return Run(fit, past, mechanism, step, state)
+    begun = Past(record, past.journal if same else Journal(record.lineage))
+    begun.given = past.given
+    return Run(fit, begun, mechanism, step, state)
 
 
 def begin_resumed(past: Past, fit: Fit, root: RngKey) -> Run:
@@ -282,6 +283,11 @@ def compared(
         raise CheckpointError("the checkpoint's private state lacks the inputs of its run")
     forked = _forks(plan, inputs.changed_plan(record.inputs))
     key = key_of(record.key, record.path, saved["key_digest"], plan, forked=forked)
+    made, counted = record.step - record.begun, replace(record, key=key).n_open
+    if counted < made and not forked:  # whoever goes on would make them again for nothing
+        raise CheckpointError(
+            f"corrupt checkpoint: {made} steps were made on its key, and {counted} are counted"
+        )
     if not forked and plan.private:
         differ = inputs.changed(record.inputs, key)
         # Weights to train on that are not the published ones are in the record itself.

@@ -15,10 +15,13 @@ A record is **complete** or not: what nobody wrote down makes ε a lower bound, 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import lt
 from typing import Any, cast
 
+from opake_lightning import _check
 from opake_lightning.accounting import Ledger
 from opake_lightning.errors import CheckpointError
 from opake_lightning.random import RngKey, fold_in
@@ -129,7 +132,12 @@ def _segment_from(saved: Any) -> Segment:
         if not isinstance(pair, list) or [*map(type, cast("list[Any]", pair))] != [int, str]:
             raise CheckpointError(f"what steps were made with must be in pairs, got {pair!r}")
         rounding.append(tuple(cast("Any", pair)))
-    return Segment(Ledger.from_dict(cast("Any", saved["ledger"])), tuple(rounding))
+    segment = Segment(Ledger.from_dict(cast("Any", saved["ledger"])), tuple(rounding))
+    starts = [start for start, _ in rounding]
+    ends = [*starts[1:], segment.n_steps]
+    if starts[:1] != [0][: segment.n_steps] or not all(map(lt, starts, ends)):
+        raise CheckpointError(f"steps {starts} do not divide the {segment.n_steps} of a segment")
+    return segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +212,14 @@ class RunRecord:
         return self.key
 
     @property
+    def n_open(self) -> int:
+        """How many steps of the open segment are known to be released."""
+        return self._of(self.segment).n_steps
+
+    @property
     def to_repeat(self) -> int:
         """How many of the coming steps were released before, and cost nothing again."""
-        return max(self._of(self.segment).n_steps - (self.step - self.begun), 0)
+        return max(self.n_open - (self.step - self.begun), 0)
 
     # -- transitions ------------------------------------------------------------------------------
 
@@ -309,10 +322,31 @@ class RunRecord:
         parts |= {"key": key, "path": tuple(parts["path"])}
         known = Known.from_plain({name: parts[name] for name in ("released", "complete")})
         parts["released"] = known.released
-        return cls(**parts)
+        record = cls(**parts)
+        record._require_consistent()
+        return record
+
+    def _require_consistent(self) -> None:
+        if not 0 <= self.begun <= self.step:
+            raise CheckpointError(
+                f"corrupt checkpoint: a segment begun at step {self.begun} is at step {self.step}"
+            )
+        for name, value in self.plan.items():
+            if (check := _NUMBERS.get(name)) and value is not None:
+                try:
+                    check(name, value)
+                except (TypeError, ValueError) as error:
+                    raise CheckpointError(f"corrupt checkpoint: {error}") from error
 
 
 _NOTHING = Segment()
+# Of the plan's numbers, those that are gone on with, and how each is checked; None is unset.
+_NUMBERS: dict[str, Callable[[str, Any], Any]] = {
+    "target_delta": partial(_check.fraction, zero=False, one=False),
+    "target_epsilon": _check.positive,
+    "noise_multiplier": _check.non_negative,
+    "planned_steps": partial(_check.at_least, least=0),
+}
 # What a checkpoint has of each field.
 _TYPES: dict[str, tuple[type, ...]] = {
     "lineage": (str,),

@@ -135,7 +135,7 @@ class Run(Past):
         state: StepState,
     ) -> None:
         super().__init__(past.record, past.journal, past.since)
-        self.fit, self.process = fit, past.process
+        self.fit, self.process, self.given = fit, past.process, past.given
         self.directories: list[Path] = []
         self.loading: Loading | None = None
         self._weights = Weights(fit.params)

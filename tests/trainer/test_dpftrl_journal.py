@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import optree
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -192,6 +193,28 @@ def test_forks_that_began_at_one_step_are_each_paid_whole(tmp_path):
     run_fit(resumed, tmp_path, ckpt=tmp_path / "a" / "a-step=7.ckpt")
     assert sorted(horizons(resumed)) == [(0, 8, 5), (5, 5, 5), (6, 5, 5)]
     assert resumed.privacy_spent().epsilon > nets[0].privacy_spent().epsilon
+
+
+def test_a_budget_pays_for_a_horizon_of_which_there_is_no_step_yet(tmp_path):
+    """Another fork's, that began at the same step, is not taken for it."""
+
+    class Saves(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "begun.ckpt")
+            raise RuntimeError("killed")
+
+    def fork() -> Net:
+        return mf_net(noise_multiplier=2.0, on_changed_plan="fork")
+
+    ckpt, other = killed(tmp_path), fork()
+    with pytest.raises(RuntimeError, match="killed"):
+        run_fit(fork(), tmp_path, Saves(), ckpt=ckpt)
+    with pytest.raises(RuntimeError, match="killed"):
+        run_fit(other, tmp_path, Dies(5), ckpt=ckpt)
+    begun, spent = fork(), other.privacy_spent()
+    budget = PrivacyBudget(spent.epsilon + 0.1, spent.delta)
+    run_fit(begun, tmp_path, budget, ckpt=tmp_path / "begun.ckpt")
+    assert begun.privacy_spent() == spent
 
 
 def test_a_fork_that_died_after_saving_is_resumed_as_itself(tmp_path, once):

@@ -141,6 +141,15 @@ def test_weights_that_training_had_not_come_to_get_no_noise_of_its_steps(average
     assert forked.privacy_spent().n_steps == 8 + 5
 
 
+@pytest.mark.parametrize("step", [1500, 1600, 3000, 500_000])
+def test_a_rate_that_changes_at_any_late_step_is_another_input(step):
+    def one(at: int) -> Inputs:
+        schedule = adamw(lambda n: 0.05 if n < at else 0.001)
+        return inputs_of(NonPrivate(), schedule, loader())
+
+    assert one(step).rates != one(step + step // 50).rates
+
+
 def test_averaged_weights_are_resumed_with_their_callback(tmp_path):
     def fit(name: str, **more: Any) -> Any:
         module = net()

@@ -432,7 +432,7 @@ def test_a_ledger_that_outgrows_its_place_gets_a_larger_one(tmp_path):
     ledger = Ledger()
     for n in range(4, 40):
         ledger = ledger.spend(GaussianEvent(1.0 + n / 10, 0.123456789), n)
-        more = Known({"b": Segment(ledger, ((0, "1"), (n, "2")))})
+        more = Known({"b": Segment(ledger, ((0, "1"), (n - 1, "2")))})
         journal.append(known := steps(3).joined(more))
         assert read(journal.lineage, [tmp_path]) == known
     assert file.stat().st_size > 1024
@@ -502,6 +502,22 @@ def test_a_record_that_was_deleted_is_there_again_with_the_next_checkpoint(tmp_p
     run_fit(net := Net(), tmp_path, tells := Tells(), ckpt=tmp_path / "step=3.ckpt")
     # Another process may have recorded there, too.
     assert (tells.counts[0], net.privacy_spent().complete) == (7, False)
+
+
+def test_a_folder_that_was_deleted_and_restored_is_recorded_in_again(tmp_path):
+    """What is written to a file that has no name any more, nobody finds."""
+
+    class Restores(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                shutil.copytree(tmp_path / "a", tmp_path / "copy")
+                shutil.rmtree(tmp_path / "a")
+                shutil.copytree(tmp_path / "copy", tmp_path / "a")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run_fit(Net(), tmp_path, saver(tmp_path / "a"), Restores(), Dies(6))
+    run_fit(Net(), tmp_path / "b", tells := Tells(), ckpt=tmp_path / "a" / "step=3.ckpt")
+    assert tells.counts[0] == 6
 
 
 def test_whoever_lost_the_record_tells_the_next_one(tmp_path):

@@ -281,3 +281,34 @@ def test_a_directory_that_is_gone_needs_no_larger_file(tmp_path):
     journal = kept(tmp_path / "a", 3)
     shutil.rmtree(tmp_path / "a")
     journal.append(Known({f"{n}": segment(1) for n in range(100)}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"begun": 3},
+        {"begun": -1},
+        {"step": -1},
+        {"plan": {"target_delta": "1e-5"}},
+        {"plan": {"target_delta": 2.0}},
+        {"plan": {"planned_steps": [1]}},
+        {"plan": {"noise_multiplier": -1.0}},
+    ],
+    ids=str,
+)
+def test_a_record_that_cannot_be_is_refused(change):
+    plain = after(started(), 2).to_plain(secret=True)
+    assert RunRecord.from_plain(plain)
+    with pytest.raises(CheckpointError, match="corrupt checkpoint"):
+        RunRecord.from_plain({**plain, **change})
+
+
+@pytest.mark.parametrize(
+    "rounding", [[], [[1, "1 rank"]], [[0, "1"], [0, "2"]], [[0, "1"], [2, "2"]]]
+)
+def test_how_steps_were_made_is_told_of_each(rounding):
+    plain = after(started(), 2).to_plain(secret=True)
+    (name,) = plain["released"]
+    plain["released"][name] = {**plain["released"][name], "rounding": rounding}
+    with pytest.raises(CheckpointError, match="do not divide the 2 of a segment"):
+        RunRecord.from_plain(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -97,6 +98,36 @@ def test_a_file_that_is_gone_or_cannot_be_written_proves_nothing(tmp_path):
     bits.mkdir()
     run_fit(net := Net(), tmp_path, ckpt=ckpt)
     assert net.privacy_spent().n_steps == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*no record of released steps")
+@pytest.mark.parametrize("gone", ["the record", "the right to write"])
+def test_a_proof_is_asked_for_whatever_else_is_there(gone, tmp_path, monkeypatch):
+    ckpt = killed(tmp_path)
+    if gone == "the record":
+        for file in tmp_path.glob("*.steps"):
+            file.unlink()
+    else:
+
+        def refuses(*args: Any) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(Journal, "keep_in", refuses)
+    with pytest.raises(CheckpointError, match="step 3 was made before, and came out otherwise"):
+        run_fit(Rewritten(), tmp_path / "b", ckpt=ckpt)
+
+
+def test_of_two_that_make_one_step_at_once_one_is_refused(tmp_path):
+    """Neither had seen the step of the other when it was resumed."""
+    run_fit(Net(), tmp_path, saver(tmp_path), max_steps=3)
+    ckpt = tmp_path / "step=3.ckpt"
+
+    class Meanwhile(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            run_fit(Net(), tmp_path / "other", ckpt=ckpt)
+
+    with pytest.raises(CheckpointError, match="step 3 was made before, and came out otherwise"):
+        run_fit(Rewritten(), tmp_path, Meanwhile(), ckpt=ckpt)
 
 
 def test_a_proof_is_of_one_step_of_one_segment(tmp_path):

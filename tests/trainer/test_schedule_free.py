@@ -104,6 +104,13 @@ def test_resume_from_every_step_restores_both(tmp_path):
         assert resumed.privacy_spent() == whole.privacy_spent()
 
 
+def test_a_validation_after_the_fit_leaves_the_weights_to_publish(tmp_path):
+    trainer, module = fit(tmp_path, max_epochs=1)
+    published = {name: w.clone() for name, w in weights(module).items()}
+    trainer.validate(module, make_loader(shuffle=False), verbose=False)
+    assert same(weights(module), published)
+
+
 def test_a_second_fit_goes_on_from_the_weights_that_were_trained(tmp_path):
     _, module = fit(tmp_path, max_epochs=1)
     trained = {name: y.clone() for name, y in module._dp.parked.items()}
