@@ -36,7 +36,7 @@ SIGMA, BATCH_SIZE = 2.0, 2  # of 24 examples: on 4 ranks most shares are empty
 RESUMED = ((1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (1, 4))
 WAYS = (
     *("raise", "exit", "kill", "save", "on_exception", "in_shares", "interrupt"),
-    *("stale", "twice", "term", "detach", "data", "momentum"),
+    *("stale", "twice", "term", "detach", "data", "momentum", "logs"),
 )
 NOISES = 200  # by 200 parameters in the module whose update is noise alone
 
@@ -207,6 +207,8 @@ def fail(out: Path, way: str, world_size: int, at: int, rank: int) -> dict[str, 
     data = Points(seed=1 if way == "data" and rank == at else 0)
     if way == "momentum" and rank == at:
         net = Net(optimizer=lambda: adamw(0.05, betas=(0.8, 0.999)))
+    if way == "logs":
+        net.log_not_private = rank == at
     does = {
         "exit": lambda: os._exit(3),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),

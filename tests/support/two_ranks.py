@@ -49,6 +49,12 @@ class Moves(pl.Callback):
         self.seen.append(after - self._before)
 
 
+class Logged(Net):
+    """Logs what carries no noise."""
+
+    log_not_private = True
+
+
 class Validated(Net):
     """Logs the validation loss, and what carries no noise."""
 
@@ -99,7 +105,22 @@ def fits(out: Path, devices: int, rank: int = 0, **how: Any) -> dict[str, Any]:
     saved = Net(plan(target_epsilon=3.0), lambda: adamw(0.05))
     make_trainer(out, callbacks=[saver], max_epochs=2, **kwargs).fit(saved, make_loader())
     spent = saved.privacy_spent()
+    result["dropped"] = dropped(out / "dropped", kwargs)
     return {**result, "saved": learned(saved), "epsilon": spent.epsilon, "steps": spent.n_steps}
+
+
+def dropped(out: Path, kwargs: dict[str, Any]) -> list[int]:
+    """How many examples were dropped by all ranks, before and after a resume."""
+    data, found = Points(), list[int]()
+    data.x[::3] = float("nan")
+    saver = ModelCheckpoint(out, filename="half")
+    for steps in (4, 8):
+        net = Logged()
+        trainer = make_trainer(out, callbacks=[saver], max_steps=steps, max_epochs=-1, **kwargs)
+        path = out / "half.ckpt" if steps == 8 else None
+        trainer.fit(net, make_loader(data), ckpt_path=path, weights_only=True)
+        found.append(int(trainer.callback_metrics["not_private/nonfinite_examples"]))
+    return found
 
 
 if __name__ == "__main__":

@@ -269,6 +269,16 @@ def _drop(*path: Any) -> Any:
     return edit
 
 
+def _set(value: Any, *path: Any) -> Any:
+    def edit(checkpoint: dict[str, Any]) -> None:
+        node = checkpoint
+        for name in path[:-1]:
+            node = node[name]
+        node[path[-1]] = value
+
+    return edit
+
+
 RUN = ("optimizer_states", 0, "opake_lightning")
 DAMAGE = {
     "key_digest": _drop(*RUN, "key_digest"),
@@ -284,6 +294,11 @@ DAMAGE = {
     "not written by opake_lightning": _drop(*RUN),
     "holds weights only": _drop("optimizer_states", 0),
     "weights only, so": _drop("optimizer_states"),
+    "4 steps were made on its key, and 0 are counted": _set({}, *RUN, "record", "released"),
+    "noise_multiplier must be": _set(-1.0, *RUN, "record", "plan", "noise_multiplier"),
+    "damaged, or of another release: TypeError": _set(7, *RUN, "state"),
+    "private state is damaged, or of another": _set("x", *RUN, "record", "inputs", "plan"),
+    "damaged, or of another release: AttributeError": _set(3, *RUN, "record", "inputs", "settings"),
 }
 
 

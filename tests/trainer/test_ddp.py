@@ -76,6 +76,10 @@ def test_two_ranks_learn_what_one_does(alone, ranks):
         assert rank["metrics"].keys() >= {"not_private/loss", "not_private/norm_median"}
         torch.testing.assert_close(rank["metrics"], alone["metrics"])
         assert (rank["total"], alone["total"]) == (3 + 4, 3)
+        # Also of those before a resume, which each rank has counted by itself.
+        assert rank["dropped"] == alone["dropped"]
+    half, whole = alone["dropped"]
+    assert 0 < half < whole
 
 
 @pytest.mark.dist

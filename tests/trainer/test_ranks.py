@@ -274,7 +274,12 @@ def test_ranks_go_on_from_one_checkpoint(failed):
 
 
 @pytest.mark.parametrize(
-    ("way", "what"), [("data1", "the training data"), ("momentum1", "the optimizer's settings")]
+    ("way", "what"),
+    [
+        ("data1", "the training data"),
+        ("momentum1", "the optimizer's settings"),
+        ("logs1", "log_not_private"),  # whose sums one rank would wait for
+    ],
 )
 def test_ranks_begin_with_the_same_rows_and_the_same_optimizer(failed, way, what):
     """Where each makes a split of its own, one example counts twice in a step."""
