@@ -159,7 +159,7 @@ class Past:
         """
         past = self.past()
         record, since = past.record.to_plain(secret=secret), past.since.to_plain()
-        plain = {"record": record, "since": since}
+        plain = {"record": record, "since": since, "unreadable": past.unreadable}
         if not secret:
             return plain
         return {
@@ -176,6 +176,7 @@ class Past:
         """What :meth:`to_plain` made."""
         record = RunRecord.from_plain(values["record"])
         past = cls(record, Journal(record.lineage), Known.from_plain(values["since"]))
+        past.unreadable = values["unreadable"]
         if "clip" in values:
             past.journal.go_on_in(map(Path, values["directories"]), record.known)
             past.clip, past.optimizer = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 
@@ -155,7 +155,8 @@ class DPMixin:
         back.
         """
         trainer = getattr(self, "_trainer", None)
-        if isinstance(self._dp, Run) and trainer is not None and trainer.training:
+        state = TrainerState() if trainer is None else trainer.state
+        if (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING):
             raise PrivacyError(
                 "reset_privacy() during a fit, whose steps are made of the data that were seen so "
                 "far; call it between two fits"

@@ -463,9 +463,10 @@ def test_garbage_is_no_count(content, tmp_path):
     with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
         run_fit(Net(), tmp_path, ckpt=ckpt)
     loaded = Net.load_from_checkpoint(ckpt)  # of which nobody asks what came after it
-    assert loaded.privacy_spent().n_steps == 3
-    with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
-        run_fit(loaded, tmp_path)
+    for net in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert net.privacy_spent().n_steps == 3
+        with pytest.raises(CheckpointError, match=r"record of released steps .* is damaged"):
+            run_fit(net, tmp_path)
 
 
 def test_a_name_leads_nowhere_else(tmp_path):

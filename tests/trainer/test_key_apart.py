@@ -355,7 +355,7 @@ def test_all_that_a_fit_has_left_is_brought_back():
         complete=False,
         plan={"target_delta": 0.1},
     )
-    past = Past(record, since=Known({"t": Segment(ledger)}, complete=False))
+    past = Past(record, since=Known({"t": Segment(ledger, ((0, "1 rank"),))}, complete=False))
     past.optimizer_name, past.parked = "adam", {"w": torch.ones(2)}
     came = Past.from_plain(past.to_plain(secret=True))
     assert (came.record, came.since, came.optimizer_name) == (record, past.since, "adam")
