@@ -33,26 +33,33 @@ class PrivacyBudget(pl.Callback):
         self.epsilon = _check.positive("epsilon", epsilon)
         self.delta = _check.fraction("delta", delta, zero=False, one=False)
         self.last_step: int | None = None
+        self._segment = ""
         self._minimum: tuple[int | None, int | None] | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Work out how many steps the budget allows."""
-        run = _run_of(pl_module)
+        self._look_ahead(_run_of(pl_module))
+        self._stop_if_spent(trainer, pl_module)
+
+    def _look_ahead(self, run: Any) -> None:
+        self._segment = run.record.segment
         record, ledger = run.record, run.record.ledger
         more = ledger.steps_within(run.mechanism.event, self.epsilon, self.delta)
         self.last_step = record.step + record.to_repeat + more
         if not more and not ledger.epsilon(self.delta) <= self.epsilon:
             # Steps that a resumed run repeats cost nothing new, but here there is nothing to spend.
             self.last_step = record.step
-        self._stop_if_spent(trainer, pl_module)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Refuse the step that would overspend, should anything have kept the run going."""
-        if self.last_step is not None and _run_of(pl_module).record.step >= self.last_step:
+        run = _run_of(pl_module)
+        if run.record.segment != self._segment:  # another hook came after and had it open another
+            self._look_ahead(run)
+        if self.last_step is not None and run.record.step >= self.last_step:
             raise PrivacyError(
                 f"the next step would spend more than ε = {self.epsilon} at δ = {self.delta}; "
                 f"{self.last_step} steps are allowed and have been made"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from opake_lightning import PrivacyBudget, PrivacyError
 from opake_lightning.accounting import GaussianEvent, Ledger
 from opake_lightning.plan import NonPrivate
+from opake_lightning.random import key
+from opake_lightning.trainer._record import RunRecord
 from tests.trainer.helpers import (
     BATCH_SIZE,
     N_EXAMPLES,
@@ -177,3 +180,19 @@ def test_a_budget_is_positive(epsilon):
 def test_delta_is_a_probability(delta):
     with pytest.raises(ValueError, match="delta"):
         PrivacyBudget(1.0, delta=delta)
+
+
+def test_a_segment_that_another_hook_opens_has_an_end_of_its_own():
+    """Its steps may cost more than those that the budget was counted in."""
+
+    def run(key_number: int, sigma: float) -> Any:
+        record = RunRecord("f00", key(key_number))
+        event = GaussianEvent(sigma, 1.0)
+        return SimpleNamespace(record=record, mechanism=SimpleNamespace(event=event))
+
+    budget, module = PrivacyBudget(5.0, 1e-5), SimpleNamespace(_dp=run(1, 8.0))
+    budget.on_train_start(None, module)
+    allowed = budget.last_step
+    module._dp = run(2, 2.0)
+    budget.on_train_batch_start(None, module, None, 0)
+    assert budget.last_step == Ledger().steps_within(GaussianEvent(2.0, 1.0), 5.0, 1e-5) < allowed
