@@ -31,7 +31,7 @@ def linear(w: Tensor, x: Tensor) -> Tensor:
     ],
 )
 def test_auto_clipping_has_the_published_norms(norm: float, scaled: float) -> None:
-    grad_fn, state = auto_clipped_grad(linear, clipping_norm=1.0)
+    grad_fn, state = auto_clipped_grad(linear)  # of 1, as auto() has
     row = torch.tensor([[0.6 * norm, 0.8 * norm]], dtype=torch.float64)
     grads, _ = grad_fn(torch.zeros(2, dtype=torch.float64), row, state=state)
     assert norm_of([grads.pytree]) == pytest.approx(scaled, rel=1e-12)

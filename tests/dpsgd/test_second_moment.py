@@ -490,3 +490,21 @@ def test_a_pair_says_what_is_squared_and_that_it_is_not_a_tensor() -> None:
 def test_what_is_just_beyond_the_radius_is_projected() -> None:
     square = _pairs.projected_square({"w": torch.tensor([1.005, 0.0])}, 1.0)
     assert float(square["w"][0]) == pytest.approx(1.0, rel=1e-6)
+
+
+@all_makers
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({}, "per_example"),
+        ({"expected_batch_size": 4.0}, "aggregate"),
+        ({"projection_radius": 2.0}, "aggregate"),
+    ],
+    ids=str,
+)
+def test_true_is_the_form_that_what_is_given_makes_possible(maker, options, form):
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    told = pair_of(rows, maker=maker, clipping_norm=1.0, second_moment=True, **options)
+    named = pair_of(rows, maker=maker, clipping_norm=1.0, second_moment=form, **options)
+    assert told.projection_radius == named.projection_radius
+    assert (told.square is None) == (named.square is None) == (form == "aggregate")

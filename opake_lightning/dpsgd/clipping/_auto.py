@@ -83,7 +83,7 @@ def auto(clipping_norm: float | PerGroup = 1.0, *, stability: float = 0.01) -> A
 def auto_clipped_grad(
     loss_fn: Callable[..., Any],
     *,
-    clipping_norm: float | PerGroup,
+    clipping_norm: float | PerGroup = 1.0,
     stability: float = 0.01,
     argnums: int = 0,
     batch_argnums: int | tuple[int, ...] = 1,

@@ -91,10 +91,11 @@ def clipped_grad(
             Never pass the size of the batch at hand: under Poisson sampling it is private.
         microbatch_size: How many examples are differentiated at once. Bounds memory; the result
             does not depend on it. None lets the engine choose, by what it keeps of an example.
-        second_moment: Also prepare the release of squared gradients: ``"aggregate"`` (or True) for
-            the square of the whole gradient, ``"per_example"`` for the sum of squares of single
-            examples' clipped gradients, divided by ``expected_batch_size`` once. None (or False)
-            for the gradient alone.
+        second_moment: Also prepare the release of squared gradients: ``"aggregate"`` for the square
+            of the whole gradient, ``"per_example"`` for the sum of squares of single examples'
+            clipped gradients, divided by ``expected_batch_size`` once. True is the first where a
+            radius is known, by ``projection_radius`` or ``expected_batch_size``, and else the
+            second. None (or False) for the gradient alone.
         projection_radius: With ``"aggregate"``: the aggregate is projected to this L2 norm before
             it is squared; in units of the returned gradient. None means ``clipping_norm``, and
             needs an ``expected_batch_size``.
@@ -257,8 +258,9 @@ def _form_of(
     second_moment: object, projection_radius: float | None, expected_batch_size: float | None
 ) -> SecondMoment | None:
     form = second_moment
+    known = projection_radius is not None or expected_batch_size is not None
     if isinstance(form, bool):
-        form = "aggregate" if form else None
+        form = ("aggregate" if known else "per_example") if form else None
     if form not in ("aggregate", "per_example", None):
         raise ValueError(
             f"second_moment must be 'aggregate', 'per_example' or None, got {second_moment!r}"
@@ -268,7 +270,7 @@ def _form_of(
             f"projection_radius={projection_radius!r} is for second_moment='aggregate' only; "
             "leave it out"
         )
-    if form == "aggregate" and projection_radius is None and expected_batch_size is None:
+    if form == "aggregate" and not known:
         raise ValueError(
             "second_moment='aggregate' squares the gradient within a ball around zero: pass "
             "expected_batch_size, so that the ball of radius clipping_norm fits the mean gradient, "
