@@ -137,11 +137,9 @@ class Journal:
                 try:
                     if file.is_there():
                         file.write(self._marked(known))
-                    elif directory.exists():
+                    elif directory.exists():  # else its checkpoints are gone with it
                         self._begin_again(file, known)
                 except OSError as error:
-                    if not directory.exists():  # and its checkpoints are gone with it
-                        continue
                     raise CheckpointError(
                         f"the step cannot be recorded in {file.path} ({error}), so it is not "
                         "applied; see to the disk and resume from the last checkpoint"
