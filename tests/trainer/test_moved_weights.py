@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from opake_lightning import CheckpointError, PrivacyError
+from opake_lightning.optimizers import schedule_free, sgd
 from tests.trainer.cases_dpftrl import mf_plan
 from tests.trainer.helpers import (
     Net,
@@ -175,6 +176,14 @@ def test_a_callback_that_swaps_weights_for_a_file_of_each_step(tmp_path):
         run_fit(Net(), tmp_path, ckpt=tmp_path / "average-2.ckpt")
     run_fit(module := Net(), tmp_path, ckpt=tmp_path / "step=2.ckpt")
     assert made(module) == [8]
+
+
+def test_weights_to_publish_are_not_taken_for_moved_ones(tmp_path):
+    """They are shown after the fit, and those to train on are in the run; so nothing is warned."""
+    trainer = run_fit(Net(optimizer=lambda: schedule_free(sgd(0.05))), tmp_path, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "end.ckpt", weights_only=False)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["optimizer_states"][0]
+    assert saved["opake_lightning"]["weights"]
 
 
 # -- hooks of the module are a part of training ----------------------------------------------------
