@@ -201,10 +201,10 @@ def test_a_worker_that_dies(tmp_path):
 
 
 class Raises(Points):
-    """Cannot read one example."""
+    """Cannot read one example, which is not among those that are compared."""
 
     def __getitem__(self, index: int) -> Any:
-        if index == 3:
+        if index == 4:
             raise OSError("an example that cannot be read")
         return super().__getitem__(index)
 
